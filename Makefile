@@ -1,0 +1,38 @@
+# Each target sets up what it needs on a fresh machine: a virtual environment, the package, then the job itself.
+PYTHON ?= python3
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: demo test check lint types layers clean
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/mezzo train
+
+test: $(VENV)/.installed-dev
+	$(RUN) -m pytest
+
+check: lint types layers
+
+lint: $(VENV)/.installed-dev
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+types: $(VENV)/.installed-dev
+	$(RUN) -m mypy
+
+layers: $(VENV)/.installed-dev
+	$(VENV)/bin/lint-imports
+
+# torch first and alone: pip then takes the pinned build, and the package's open range is satisfied by it.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --constraint constraints.txt torch
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

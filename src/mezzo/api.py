@@ -1,0 +1,246 @@
+"""What a Python user calls. Each function is the verb of the command line with the same options, by keyword."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mezzo import assembly
+from mezzo.compact import MAGIC, export_compact, import_compact
+from mezzo.config import RunConfig, from_mapping, from_toml
+from mezzo.engines.base import Engine
+from mezzo.errors import ConfigError, DataError, JournalError
+from mezzo.evaluate import Evaluation, probabilities, scores_of
+from mezzo.evaluate import evaluate as evaluate_prompts
+from mezzo.journal import Content, read
+from mezzo.objectives import Objective
+from mezzo.rebuild import Verified, bring_to, check_base
+from mezzo.rebuild import verify as verify_content
+from mezzo.run import Folder, Run
+from mezzo.session import Observer, Session
+from mezzo.tasks import Task, bundled_data, get_task, load_examples
+from mezzo.types import Example, StepRecord
+
+
+def _silent(event: str, values: dict[str, Any]) -> None:
+    """Shows nothing."""
+
+
+def finetune(
+    model: str | None = None,
+    *,
+    config: str | Path | None = None,
+    resume: str | Path | None = None,
+    objective: str | Objective | None = None,
+    task: str | Path | Mapping[str, Any] | Task | None = None,
+    observe: Observer = _silent,
+    **options: Any,
+) -> Run:
+    """Fine-tune a model with forward passes only and return the run.
+
+    Without arguments, the bundled masked LM learns the bundled reviews. `options` are those of `mezzo train --help`;
+    `config` is a TOML file of them; `resume` continues a run folder. `task` may also be a dict or a Task, and `objective` a
+    function of (scores[probes, examples, candidates], batch) that returns one loss per probe. `train`, `dev` and `test` are files.
+    """
+    session = open_session(
+        model, config=config, resume=resume, objective=objective, task=task, observe=observe, **options
+    )
+    for _ in session.records():
+        pass
+    return session.result()
+
+
+def open_session(
+    model: str | None = None,
+    *,
+    config: str | Path | None = None,
+    resume: str | Path | None = None,
+    objective: str | Objective | None = None,
+    task: str | Path | Mapping[str, Any] | Task | None = None,
+    observe: Observer = _silent,
+    **options: Any,
+) -> Session:
+    """As `finetune`, but hands out the run before it starts: iterate `records()`, then call `result()`."""
+    given = {**options, **({"model": model} if model else {})}
+    given |= {"task": str(task)} if isinstance(task, (str, Path)) else {}
+    given |= {"objective": objective} if isinstance(objective, str) else {}
+    function = None if isinstance(objective, str) else objective
+    if resume is not None:
+        _refuse_changes(given, config)
+        return Session.resume(resume, observe, given, function)
+    values = {**(from_toml(Path(config)) if config else {}), **given}
+    stated = get_task(task) if isinstance(task, (Mapping, Task)) else None
+    return Session.new(resolve(values), observe, function, stated)
+
+
+RESUMABLE = ("steps", "time_limit", "patience", "eval_every", "device", "threads", "snapshot_minutes", "eval_limit")
+
+
+def _refuse_changes(given: Mapping[str, Any], config: str | Path | None) -> None:
+    """A resumed run is the same run: only its limits and its machine may differ."""
+    refused = sorted(set(given) - set(RESUMABLE)) + (["a config file"] if config else [])
+    if refused:
+        raise ConfigError(
+            f"a resumed run keeps its settings; {', '.join(refused)} cannot change (only {', '.join(RESUMABLE)} can)"
+        )
+
+
+def resolve(values: Mapping[str, Any]) -> RunConfig:
+    """Options to a checked RunConfig; None means not given."""
+    return from_mapping({key: value for key, value in values.items() if value is not None})
+
+
+def prepared_config(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The resolved configuration by group, as `mezzo train` would run it."""
+    from mezzo.config import options
+
+    config = assembly.prepare(resolve(values)).config.to_dict()
+    grouped: dict[str, dict[str, Any]] = {}
+    for field in options():
+        grouped.setdefault(field.metadata["group"], {})[field.name] = config[field.name]
+    return grouped
+
+
+# ---- runs and journals
+
+
+def open_journal(path: str | Path) -> Content:
+    """The journal of a run folder, a journal.jsonl, or a compact journal."""
+    path = Path(path)
+    if path.is_dir():
+        return read(path)
+    if not path.exists():
+        raise JournalError(f"{path} does not exist")
+    with path.open("rb") as file:
+        compact = file.read(len(MAGIC)) == MAGIC
+    return import_compact(path) if compact else read(path)
+
+
+def base_engine(content: Content, **changes: Any) -> tuple[Engine, assembly.Parts]:
+    """The engine a journal starts from: its base model with the trained tensors untouched."""
+    config = from_mapping({**content.header["config"], **{k: v for k, v in changes.items() if v is not None}})
+    parts = assembly.prepare(config, get_task(content.header["task"]))
+    pad = parts.tokenizer.pad_token_id
+    engine = assembly.engine_for(parts.config, content.header["family"], int(content.header["classes"]), pad)
+    check_base(engine, content)
+    return engine, parts
+
+
+def verify(path: str | Path, model: str | None = None, device: str | None = None) -> Verified:
+    """Rebuild a run from its base model and journal and compare digests."""
+    content = open_journal(path)
+    engine, _ = base_engine(content, model=model, device=device)
+    return verify_content(engine, content)
+
+
+def rebuilt(path: str | Path, at: int | None = None, **changes: Any) -> tuple[Engine, assembly.Parts]:
+    """A run's engine at a journal position: the best checkpoint unless `at` says otherwise."""
+    content = open_journal(path)
+    engine, parts = base_engine(content, **changes)
+    snapshots = Folder(Path(path)).snapshots if Path(path).is_dir() else None
+    bring_to(engine, content.records, best_step(path, content) if at is None else at, snapshots)
+    return engine, parts
+
+
+def best_step(path: str | Path, content: Content) -> int:
+    """The position with the best dev evaluation, the last one if nothing was evaluated."""
+    if not Path(path).is_dir():
+        return content.steps
+    looks = [e for e in Folder(Path(path)).metrics() if e.get("event") == "evaluation" and e["step"] <= content.steps]
+    return int(max(looks, key=lambda e: (e["value"], -e["step"]))["step"]) if looks else content.steps
+
+
+def export(
+    path: str | Path, kind: str, out: str | Path | None = None, at: int | None = None, model: str | None = None
+) -> Path:
+    """Write a run as a PEFT `adapter`, a Hugging Face `model` or a compact `journal`."""
+    from mezzo.export import EXPORTS
+
+    if kind not in EXPORTS and kind != "journal":
+        raise ConfigError(f"a run is exported as adapter, model or journal, not {kind!r}")
+    content = open_journal(path)
+    if kind == "journal":
+        target = Path(out) if out else Path(path) / "journal.mezzo"
+        if at is not None:
+            raise ConfigError("a compact journal holds the whole run; --at goes with adapter and model")
+        export_compact(content, target)
+        return target
+    target = Path(out) if out else Path(path) / kind
+    engine, parts = rebuilt(path, at, model=model)
+    EXPORTS[kind](engine, parts, target)
+    return target
+
+
+# ---- using a model
+
+
+def evaluate(
+    run: str | Path | None = None,
+    *,
+    data: str | Path | Sequence[Mapping[str, Any]] | None = None,
+    at: int | None = None,
+    split: str = "test",
+    **options: Any,
+) -> Evaluation:
+    """Evaluate a run's best checkpoint, or (with `model=`) a model as it is: the zero-shot figure."""
+    engine, parts = _opened(run, at, options)
+    source = data if data is not None else bundled_data(parts.task.name, split)
+    if source is None:
+        raise DataError(f"task {parts.task.name!r} has no bundled data: pass --data FILE")
+    examples = load_examples(source, parts.task, split=split, id_order=parts.config.id_order)[: parts.config.eval_limit]
+    return evaluate_prompts(engine, parts.encode(examples), parts.readout, parts.task.metric)
+
+
+def predict(
+    rows: Iterable[Mapping[str, Any] | str],
+    run: str | Path | None = None,
+    *,
+    at: int | None = None,
+    batch: int = 256,
+    **options: Any,
+) -> Iterator[dict[str, Any]]:
+    """Label and probabilities for each row: a text, or a mapping with the task's columns."""
+    engine, parts = _opened(run, at, options)
+    pending: list[Example] = []
+    for row in rows:
+        fields = {parts.task.columns[0]: row} if isinstance(row, str) else dict(row)
+        missing = [column for column in parts.task.columns if column not in fields]
+        if missing:
+            raise DataError(
+                f"a row lacks {', '.join(missing)}; task {parts.task.name!r} needs {', '.join(parts.task.columns)}"
+            )
+        pending.append(Example(fields))
+        if len(pending) == batch:
+            yield from _predicted(engine, parts, pending)
+            pending = []
+    if pending:
+        yield from _predicted(engine, parts, pending)
+
+
+def _predicted(engine: Engine, parts: assembly.Parts, examples: list[Example]) -> Iterator[dict[str, Any]]:
+    scores = scores_of(engine, parts.encode(examples), parts.readout)
+    for example, row in zip(examples, probabilities(scores), strict=True):
+        names = parts.task.labels or tuple(str(i) for i in range(len(row)))
+        best = int(row.argmax())
+        shown = {name: round(float(p), 6) for name, p in zip(names, row, strict=False)}
+        yield {**example.fields, "label": names[best], "probabilities": shown}
+
+
+def _opened(run: str | Path | None, at: int | None, options: dict[str, Any]) -> tuple[Engine, assembly.Parts]:
+    if run is not None:
+        return rebuilt(run, at, **options)
+    parts = assembly.prepare(resolve({"space": "full", **options}))
+    engine = assembly.engine_for(parts.config, parts.family, parts.classes, parts.tokenizer.pad_token_id)
+    return engine, parts
+
+
+def records(path: str | Path) -> list[StepRecord]:
+    """The steps of a run."""
+    return open_journal(path).records
+
+
+def config_of(path: str | Path) -> dict[str, Any]:
+    """The resolved configuration of a run folder."""
+    return dict(json.loads((Path(path) / "config.json").read_text()))

@@ -1,0 +1,186 @@
+"""From a RunConfig to the parts of a run: task, examples, engine, trainer. The one place that knows them all."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from mezzo import noise
+from mezzo.config import RunConfig
+from mezzo.defaults import with_defaults
+from mezzo.engines import open_engine
+from mezzo.engines.base import Engine, EngineSpec
+from mezzo.engines.hub import Family, family_of, load_config, load_tokenizer
+from mezzo.errors import ConfigError, DataError, JournalError
+from mezzo.space import Space
+from mezzo.tasks import Encoder, MLMConfig, Task, bundled_data, get_task, k_shot, load_examples
+from mezzo.types import Example, Prompt, Readout
+
+HELD_OUT = 0.1
+"""Share of the training data that becomes dev when no dev data is given."""
+LARGEST_HELD_OUT = 500
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Examples by use. Without test data, dev is reported, and says so."""
+
+    train: list[Example]
+    dev: list[Example]
+    test: list[Example]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A task met a tokenizer: everything that is known before weights are loaded."""
+
+    config: RunConfig
+    family: Family
+    task: Task
+    encoder: Encoder
+    tokenizer: Any
+
+    @property
+    def classes(self) -> int:
+        return self.encoder.readout.classes
+
+    @property
+    def readout(self) -> Readout:
+        return self.encoder.readout
+
+    def encode(self, examples: Sequence[Example]) -> tuple[Prompt, ...]:
+        return self.encoder.batch(examples).prompts if examples else ()
+
+
+def prepare(config: RunConfig, task: Task | None = None, pool: Sequence[Example] = ()) -> Parts:
+    """Resolve the configuration against model and task; every mistake that needs no weights is found here.
+
+    `task` stands for what the configuration names: a task object, or that of a journal's header. `pool` are the examples that
+    demonstrations are taken from.
+    """
+    family = family_of(load_config(config.model, config.remote_code))
+    config = with_defaults(config, family)
+    task = task or task_of(config, family)
+    tokenizer = load_tokenizer(config.model, config.remote_code)
+    encoder = Encoder(
+        task,
+        tokenizer,
+        max_length=config.max_length,
+        demonstrations=pool,
+        readout=cast(Any, config.readout),
+        vocabulary=config.objective == "vocabulary_cross_entropy",
+        seed=config.seed,
+    )
+    return Parts(config, family, task, encoder, tokenizer)
+
+
+def task_of(config: RunConfig, family: Family) -> Task:
+    """The task with the run's own template and words in place of its own."""
+    words = [word.partition("=") for word in config.words or ()]
+    if not all(sign for _, sign, _ in words):
+        raise ConfigError(
+            f"words are label=word pairs such as negative=bad,positive=good, not {','.join(config.words or ())!r}"
+        )
+    mapping = {label.strip(): word.strip() for label, _, word in words}
+    return MLMConfig(config.template, cast(Any, mapping) or None).apply(get_task(config.task or "reviews", family))
+
+
+def splits_of(config: RunConfig, task: Task) -> Splits:
+    """Train, dev and test examples, from the files named or from what the package carries."""
+    train_source = config.train or bundled_data(task.name, "train")
+    if train_source is None:
+        raise ConfigError(f"task {task.name!r} has no bundled data: pass --train FILE (and --test FILE)")
+    order = config.id_order
+    train = load_examples(train_source, task, split="train", id_order=order)
+    seed = config.seed if config.data_seed is None else config.data_seed
+    bundled = config.train is None
+    dev_source = config.dev or (bundled_data(task.name, "dev") if bundled else None)
+    test_source = config.test or (bundled_data(task.name, "test") if bundled else None)
+    dev: list[Example] = []
+    if config.k:
+        train, dev = k_shot(train, config.k, seed, labels=task.labels)
+    if dev_source:
+        dev = load_examples(dev_source, task, split="dev", id_order=order)
+    elif not config.k:
+        train, dev = _held_out(train, seed)
+    test = load_examples(test_source, task, split="test", id_order=order) if test_source else dev
+    return Splits(train[: config.train_limit], dev[: config.eval_limit], test[: config.eval_limit])
+
+
+def _held_out(train: list[Example], seed: int) -> tuple[list[Example], list[Example]]:
+    count = min(LARGEST_HELD_OUT, int(len(train) * HELD_OUT))
+    if count < 1:
+        raise DataError(f"{len(train)} training examples are too few to hold any out; pass --dev FILE")
+    shuffled = noise.order(seed, "held out", len(train))
+    dev = {int(index) for index in shuffled[:count]}
+    return [e for i, e in enumerate(train) if i not in dev], [e for i, e in enumerate(train) if i in dev]
+
+
+def space_of(config: RunConfig) -> Space:
+    return Space(
+        kind=config.space,
+        rank=config.rank,
+        alpha=config.alpha,
+        targets=config.targets,
+        only=config.only,
+        layers=config.layers,
+        noise_rank=config.noise_rank if config.noise == "lowrank" else 0,
+        decay=config.decay,
+    )
+
+
+def engine_for(config: RunConfig, family: Family, classes: int, pad_id: int | None) -> Engine:
+    """The run's engine, its trained tensors at the base."""
+    spec = EngineSpec(
+        model=config.model,
+        family=family,
+        space=space_of(config),
+        rows=config.micro_batch or config.batch_size or 64,
+        classes=classes,
+        noise_kind="gaussian" if config.noise == "gaussian" else "rademacher",
+        seed=config.seed,
+        pad_id=pad_id or 0,
+        device=config.device,
+        threads=config.threads,
+        remote_code=config.remote_code,
+    )
+    return open_engine(config.engine, spec)
+
+
+def header_of(parts: Parts, engine: Engine, train: Sequence[Prompt]) -> dict[str, Any]:
+    """Everything a stranger needs, beside the base model, to make sense of the records."""
+    config = parts.config
+    return {
+        "config": config.to_dict(),
+        "seed": config.seed,
+        "samples": config.samples,
+        "base": engine.base_digest,
+        "family": parts.family,
+        "classes": parts.classes,
+        "tensors": [
+            {"name": t.name, "shape": list(t.shape), "kind": t.kind, "rank": t.rank, "decay": t.decay}
+            for t in engine.trained
+        ],
+        "noise": noise.VERSION,
+        "unit": {"rows": engine.unit.rows, "members": engine.unit.members, "pad_to": engine.unit.pad_to},
+        "data": data_digest(train),
+        "engine": engine.describe(),
+        "task": parts.task.as_dict(),
+    }
+
+
+def check_header(header: dict[str, Any], parts: Parts, train: Sequence[Prompt]) -> None:
+    """A resumed run must see the same noise and the same data."""
+    if header.get("noise") != noise.VERSION:
+        raise JournalError(f"the run uses noise {header.get('noise')!r}; this mezzo makes {noise.VERSION!r}")
+    if header.get("data") != data_digest(train):
+        raise JournalError("the training data has changed since the run began; restore it, or start a new run")
+
+
+def data_digest(prompts: Sequence[Prompt]) -> str:
+    total = hashlib.sha256()
+    for prompt in prompts:
+        total.update(repr((prompt.ids, prompt.label, prompt.position, prompt.candidates)).encode())
+    return total.hexdigest()

@@ -1,0 +1,35 @@
+"""The command line: `main` parses, runs a verb, and turns every known error into one line and an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from mezzo.cli.parser import build
+from mezzo.errors import MezzoError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb. 0: success; 1: the run failed; 2: bad input, explained in one line."""
+    options = build().parse_args(arguments)
+    try:
+        from mezzo.cli import verbs
+
+        outcome: Any = getattr(verbs, options.verb)(options)
+        result, code = outcome if isinstance(outcome, tuple) else (outcome, 0)
+        if options.json:
+            print(json.dumps(result), flush=True)
+        sys.stdout.flush()
+        return int(code)
+    except MezzoError as error:
+        print(f"mezzo: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("mezzo: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

@@ -1,0 +1,151 @@
+"""One function a verb: call the API, show the result, return what `--json` prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mezzo.cli.display import display
+from mezzo.cli.parser import given
+from mezzo.config import from_toml
+from mezzo.errors import ConfigError, DataError
+
+
+def train(options: Namespace) -> Any:
+    from mezzo import api
+
+    if options.print_config:
+        values = {**(from_toml(Path(options.config)) if options.config else {}), **given(options)}
+        text = _toml(api.prepared_config(values))
+        print(text, end="", file=sys.stderr if options.json else sys.stdout)
+        return {"config": text}
+    with display(quiet=options.json) as observe:
+        session = api.open_session(config=options.config, resume=options.resume, observe=observe, **given(options))
+        for _ in session.records():
+            pass
+        run = session.result()
+    if run.stopped == "interrupted":
+        print(f"stopped at step {run.steps}; continue with: mezzo train --resume {run.out}", file=sys.stderr)
+    _show(options, str(run))
+    return run.to_dict(), (130 if run.stopped == "interrupted" else 0)
+
+
+def evaluate(options: Namespace) -> Any:
+    from mezzo import api
+
+    found = api.evaluate(options.run, data=options.data, at=options.at, **given(options))
+    _show(options, f"{found}\nloss {found.loss:.4f}, calibrated {found.metric} {found.calibrated:.1%}")
+    return found.to_dict()
+
+
+def predict(options: Namespace) -> Any:
+    from mezzo import api
+
+    count = 0
+    for row in api.predict(_rows(options.data), options.run, at=options.at, **given(options)):
+        print(json.dumps(row, ensure_ascii=False), flush=True)
+        count += 1
+    return {"n": count}
+
+
+def export(options: Namespace) -> Any:
+    from mezzo import api
+
+    path = api.export(options.run, options.kind, options.out, options.at, options.model)
+    size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) if path.is_dir() else path.stat().st_size
+    _show(options, f"wrote {path} ({size:,} bytes)")
+    return {"out": str(path), "kind": options.kind, "bytes": size}
+
+
+def verify(options: Namespace) -> Any:
+    from mezzo import api
+
+    found = api.verify(options.run, options.model, options.device)
+    torn = f" ({found.torn} torn bytes at the end are ignored)" if found.torn else ""
+    if found.ok:
+        _show(options, f"ok: {found.steps} steps rebuild to {found.digest[:16]}, as recorded{torn}")
+    else:
+        _show(
+            options,
+            f"MISMATCH at step {found.steps}: rebuilt {found.digest[:16]}, recorded {found.recorded[:16]}{torn}",
+        )
+    result = {
+        "digest": found.digest,
+        "recorded": found.recorded,
+        "ok": found.ok,
+        "steps": found.steps,
+        "torn": found.torn,
+    }
+    return result, 0 if found.ok else 1
+
+
+def tasks(options: Namespace) -> Any:
+    from mezzo.tasks import get_task, list_tasks
+
+    if options.action == "show":
+        if not options.name:
+            raise ConfigError("name the task to show: mezzo tasks show NAME ('mezzo tasks' lists them)")
+        about = get_task(options.name, options.family).describe()
+        _show(options, "\n".join(f"{key:<11} {_plain(value)}" for key, value in about.items()))
+        return about
+    found = [task.describe() for task in list_tasks()]
+    lines = [
+        f"{t['name']:<9} {t['family']:<7} {t['metric']:<9} {', '.join(t['words'].values()) or t['kind']}" for t in found
+    ]
+    _show(options, "\n".join(lines))
+    return found
+
+
+def signal(options: Namespace) -> Any:
+    from mezzo.signal import measure
+
+    found = measure(given(options), options.directions, options.batches, options.objectives)
+    _show(options, str(found))
+    return found.to_list()
+
+
+def _show(options: Namespace, text: str) -> None:
+    """Results go to standard output, unless a program reads that."""
+    print(text, file=sys.stderr if options.json else sys.stdout)
+
+
+def _plain(value: Any) -> str:
+    return ", ".join(f"{key} → {word}" for key, word in value.items()) if isinstance(value, dict) else str(value)
+
+
+def _rows(path: str | None) -> Iterator[Any]:
+    """Lines of text, or of JSON objects: the first line decides."""
+    name = path or "standard input"
+    try:
+        with open(path, encoding="utf-8") if path else sys.stdin as file:
+            as_json = None
+            for number, line in enumerate(file, 1):
+                if not (line := line.strip()):
+                    continue
+                as_json = line.startswith("{") if as_json is None else as_json
+                yield _row(line, name, number) if as_json else line
+    except OSError as error:
+        raise DataError(f"{name}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{name} is not UTF-8 text; convert it first") from None
+
+
+def _row(line: str, name: str, number: int) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{name}, line {number}: not valid JSON ({error})") from None
+
+
+def _toml(config: dict[str, dict[str, Any]]) -> str:
+    """The configuration as TOML tables, comments for what is not set."""
+    lines = []
+    for group, values in config.items():
+        lines.append(f"[{group}]")
+        lines += [f"# {key} =" if value is None else f"{key} = {json.dumps(value)}" for key, value in values.items()]
+        lines.append("")
+    return "\n".join(lines)

@@ -1,0 +1,91 @@
+"""A journal small enough to mail: header and coefficients only. The seeds follow from the header; losses are left out."""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mezzo.errors import JournalError
+from mezzo.files import explained, write_atomically
+from mezzo.journal import Content
+from mezzo.noise import step_seed
+from mezzo.types import StepRecord, Update
+
+MAGIC = b"mezzo-journal-1\n"
+LARGEST = 2**31  # bytes that a compact journal may unpack to
+
+
+def export_compact(content: Content, path: Path) -> int:
+    """Write the journal without losses: header, float32 coefficients, keeps. Returns the file's size."""
+    seed, samples = int(content.header["seed"]), int(content.header["samples"])
+    coefs = np.full((content.steps, samples), np.nan, dtype="<f4")
+    keeps = np.ones(content.steps, dtype="<f4")
+    for record in content.records:
+        if record.skipped:
+            continue
+        expected = tuple(step_seed(seed, record.step, sample) for sample in range(samples))
+        if tuple(s for s, _ in record.update.terms) != expected:
+            raise JournalError(
+                f"{content.path}: step {record.step} does not use the seeds of its header; it has no compact form"
+            )
+        coefs[record.step] = [coef for _, coef in record.update.terms]
+        keeps[record.step] = record.update.keep
+    header = {**content.header, "steps": content.steps, "marks": {str(k): v for k, v in content.marks.items()}}
+    parts = [zlib.compress(part, 9) for part in (json.dumps(header).encode(), _planes(coefs), _planes(keeps))]
+    body = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    data = MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
+    write_atomically(path, data)
+    return len(data)
+
+
+def import_compact(path: Path) -> Content:
+    """Read a compact journal back into step records (without losses)."""
+    with explained(path):
+        data = path.read_bytes()
+    head = len(MAGIC) + 4
+    if not data.startswith(MAGIC):
+        raise JournalError(f"{path} is not a compact mezzo journal")
+    body = data[head:]
+    if zlib.crc32(body).to_bytes(4, "little") != data[len(MAGIC) : head]:
+        raise JournalError(f"{path} is damaged: its checksum does not match")
+    try:
+        header_part, coef_part, keep_part = _parts(body)
+        header = json.loads(header_part)
+        steps, samples, seed = int(header["steps"]), int(header["samples"]), int(header["seed"])
+        coefs = _from_planes(coef_part).reshape(steps, samples)
+        keeps = _from_planes(keep_part).reshape(steps)
+        marks = {int(step): str(digest) for step, digest in header["marks"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError, zlib.error, RecursionError) as error:
+        raise JournalError(f"{path} is not a valid compact journal: {error}") from None
+    records = []
+    for step in range(steps):
+        if np.isnan(coefs[step]).any():
+            update, skipped = Update(), "non-finite loss"
+        else:
+            terms = ((step_seed(seed, step, sample), float(coefs[step, sample])) for sample in range(samples))
+            update, skipped = Update(tuple(terms), float(keeps[step])), ""
+        records.append(StepRecord(step, (), (), update, math.nan, skipped))
+    return Content(path, header, records, marks, len(data))
+
+
+def _planes(values: np.ndarray[Any, np.dtype[np.float32]]) -> bytes:
+    """Bytes of equal significance side by side, which compress where the values' exponents are alike."""
+    return np.ascontiguousarray(values).view(np.uint8).reshape(-1, 4).T.tobytes()
+
+
+def _from_planes(data: bytes) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.ascontiguousarray(np.frombuffer(data, np.uint8).reshape(4, -1).T).view("<f4").reshape(-1)
+
+
+def _parts(body: bytes) -> Iterator[bytes]:
+    while body:
+        length = int.from_bytes(body[:8], "little")
+        inflate = zlib.decompressobj()
+        yield inflate.decompress(body[8 : 8 + length], LARGEST)
+        body = body[8 + length :]

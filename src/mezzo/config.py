@@ -1,0 +1,227 @@
+"""Every option of a run, once: name, default, help. The command line, TOML files and keyword arguments all read this table.
+
+A `RunConfig` is resolved and then frozen. `None` means "decide for me": the model, space and data decide, and the resolved
+value is what the run folder keeps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mezzo.errors import ConfigError, nearest
+
+
+def option(group: str, default: Any, help: str) -> Any:
+    return field(default=default, metadata={"group": group, "help": help})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """What a run does. Fields are grouped as `mezzo train --help` and the tables of a TOML file group them."""
+
+    model: str = option("model", "mezzo/roberta-mini", "bundled name, local folder or hub name")
+    engine: str = option("model", "torch", "what runs the model: torch")
+    device: str = option("model", "auto", "cpu, cuda, or auto: a GPU if there is one")
+    dtype: str = option("model", "float32", "type of the weights: float32")
+    micro_batch: int | None = option("model", None, "examples in one forward; less needs less memory [the whole batch]")
+    threads: int | None = option("model", None, "CPU threads [all cores]")
+    remote_code: bool = option("model", False, "allow code that comes with a hub model to run")
+
+    task: str | None = option("task", None, "task name or TOML file; see 'mezzo tasks' [reviews with the bundled data]")
+    train: str | None = option("task", None, "training data: jsonl, json, csv, tsv, txt, parquet, or a k-shot folder")
+    dev: str | None = option("task", None, "data that chooses the best checkpoint [a part of train is held out]")
+    test: str | None = option("task", None, "data for the reported accuracy [dev]")
+    k: int | None = option("task", None, "train on k examples per label, and hold out k more per label as dev")
+    data_seed: int | None = option("task", None, "seed of the k-shot sample [the run's seed]")
+    id_order: str | None = option(
+        "task", None, "whose numbering integer labels follow, where sources differ: hub, lm-bff"
+    )
+    template: str | None = option("task", None, "prompt, e.g. '{text} It was [MASK].' [the task's]")
+    words: tuple[str, ...] | None = option("task", None, "label words, e.g. negative=bad,positive=good [the task's]")
+    max_length: int | None = option(
+        "task", None, "tokens of a prompt at most; sentences are cut, the template never [the task's]"
+    )
+    demonstrations: int = option("task", 0, "solved examples per label in front of each prompt")
+    readout: str = option("task", "auto", "auto, words (label words), head (fresh classification head) or candidates")
+    train_limit: int | None = option("task", None, "use at most this many training examples")
+    eval_limit: int | None = option("task", None, "use at most this many dev and test examples")
+
+    space: str = option("space", "lora", "what is trained: full, matrices, lora, head, or a name pattern")
+    rank: int = option("space", 8, "rank of LoRA")
+    alpha: float = option("space", 16.0, "LoRA's scale; its product is multiplied by alpha/rank")
+    targets: tuple[str, ...] = option("space", (), "linear layers LoRA attaches to, or all-linear [query and value]")
+    only: tuple[str, ...] = option("space", (), "of the space, train only tensors that match these patterns")
+    layers: str = option("space", "", "of the space, train only these layers, e.g. 4: for the upper ones")
+    noise: str = option(
+        "space", "rademacher", "direction: rademacher (±1), gaussian, or lowrank (±1 factors on matrices)"
+    )
+    noise_rank: int = option("space", 8, "rank of lowrank noise")
+
+    objective: str = option(
+        "method", "cross_entropy", "cross_entropy, vocabulary_cross_entropy, accuracy, f1, matthews, or module:function"
+    )
+    steps: int | None = option("method", None, "training steps [1000]")
+    batch_size: int | None = option("method", None, "examples a step [64 for masked, 16 for causal models]")
+    lr: float | None = option("method", None, "learning rate [by model and space]")
+    schedule: str = option("method", "constant", "learning rate over time: constant, linear, cosine")
+    warmup: int = option("method", 0, "steps of linear warm-up")
+    eps: float | None = option("method", None, "size of the perturbation [by model and space]")
+    samples: int = option("method", 1, "directions a step; each costs two forward passes")
+    weight_decay: float | None = option("method", None, "decay of the trained tensors [by model and space]")
+    decay: str = option("method", "all", "what decays: all, or matrices (biases and norms do not)")
+    clip: float = option("method", 0.0, "largest slope, in absolute value; 0 does not clip")
+    seed: int = option("method", 0, "seed of the directions, the batches and fresh weights")
+
+    out: str | None = option("run", None, "run folder [runs/TASK-SPACE-N]")
+    eval_every: int | None = option("run", None, "steps between evaluations on dev [a tenth of the run]")
+    patience: int = option("run", 0, "stop after this many evaluations without improvement; 0 never")
+    time_limit: float | None = option("run", None, "stop after this many minutes; the run can be resumed")
+    snapshot_minutes: float = option("run", 5.0, "minutes between snapshots, which make resuming faster")
+
+    def replace(self, **changes: Any) -> RunConfig:
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            f.name: list(v) if isinstance(v := getattr(self, f.name), tuple) else v for f in dataclasses.fields(self)
+        }
+
+
+def options() -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(RunConfig)
+
+
+def from_mapping(values: Mapping[str, Any], source: str = "option") -> RunConfig:
+    """A RunConfig from flat keys or from group tables, each value converted and checked."""
+    flat: dict[str, Any] = {}
+    groups = {f.metadata["group"] for f in options()}
+    for key, value in values.items():
+        if key in groups and isinstance(value, Mapping):
+            for inner, inner_value in value.items():
+                _put(flat, inner, inner_value, f"{key}.{inner}", key, source)
+        else:
+            _put(flat, key, value, key, None, source)
+    return _checked(RunConfig(**flat))
+
+
+def from_toml(path: Path) -> dict[str, Any]:
+    """The keys of a TOML file, not yet checked."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def convert(name: str, value: Any) -> Any:
+    """A value as its option wants it: command-line text is parsed, TOML types are checked."""
+    kind = _hints()[name]
+    arms = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    if value is None and type(None) in arms:
+        return None
+    wanted = next(arm for arm in arms if arm is not type(None))
+    try:
+        return _convert(value, wanted)
+    except (TypeError, ValueError):
+        word = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(
+            wanted, "a list of words"
+        )
+        raise ConfigError(f"{name} must be {word}, not {value!r}") from None
+
+
+def _convert(value: Any, wanted: Any) -> Any:
+    if typing.get_origin(wanted) is tuple:
+        if isinstance(value, Mapping):
+            return tuple(f"{key}={word}" for key, word in value.items())
+        parts = value.split(",") if isinstance(value, str) else value
+        return tuple(str(part).strip() for part in parts)
+    if wanted is bool:
+        if isinstance(value, str):
+            return (
+                {"true": True, "false": False, "1": True, "0": False}[value.lower()]
+                if value.lower() in _BOOLS
+                else _fail()
+            )
+        return value if isinstance(value, bool) else _fail()
+    if isinstance(value, bool) or (wanted is str and not isinstance(value, (str, Path))):
+        _fail()
+    if wanted is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if wanted is int and not isinstance(value, (str, int)):
+        _fail()
+    return wanted(value)
+
+
+_BOOLS = ("true", "false", "1", "0")
+
+
+def _fail() -> typing.NoReturn:
+    raise ValueError
+
+
+def _hints() -> dict[str, Any]:
+    return typing.get_type_hints(RunConfig)
+
+
+def _put(flat: dict[str, Any], name: str, value: Any, shown: str, group: str | None, source: str) -> None:
+    known = {f.name: f.metadata["group"] for f in options()}
+    name = name.replace("-", "_")
+    if name not in known or (group is not None and known[name] != group):
+        choices = known if group is None else [n for n, g in known.items() if g == group]
+        hint = nearest(name, choices) or nearest(name, known)
+        raise ConfigError(f"unknown {source} {shown!r}{hint}")
+    flat[name] = convert(name, value)
+
+
+def _checked(config: RunConfig) -> RunConfig:
+    """What can be said without looking at a model or data."""
+    positive = (
+        "micro_batch",
+        "k",
+        "max_length",
+        "rank",
+        "noise_rank",
+        "steps",
+        "batch_size",
+        "samples",
+        "eval_every",
+        "threads",
+    )
+    for name in positive + ("train_limit", "eval_limit"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, not {value}")
+    for name in ("eps", "time_limit"):
+        value = getattr(config, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"{name} must be positive, not {value}")
+    for name in ("lr", "weight_decay", "clip", "warmup", "patience", "demonstrations", "snapshot_minutes"):
+        value = getattr(config, name)
+        if value is not None and not 0 <= value < float("inf"):
+            raise ConfigError(f"{name} must not be negative, not {value}")
+    if not 0 <= config.seed < 2**63:
+        raise ConfigError(f"seed must lie between 0 and 2^63, not {config.seed}")
+    for name, choices in CHOICES.items():
+        value = getattr(config, name)
+        if value is not None and value not in choices:
+            raise ConfigError(f"{name} is one of {', '.join(choices)}, not {value!r}{nearest(value, choices)}")
+    return config
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "engine": ("torch",),
+    "dtype": ("float32",),
+    "readout": ("auto", "words", "head", "candidates"),
+    "noise": ("rademacher", "gaussian", "lowrank"),
+    "schedule": ("constant", "linear", "cosine"),
+    "decay": ("all", "matrices"),
+    "id_order": ("hub", "lm-bff"),
+}

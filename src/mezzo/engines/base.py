@@ -1,0 +1,86 @@
+"""What every engine promises: scores at probes, updates in place, and the trained tensors' state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mezzo.engines.hub import Family
+from mezzo.noise import Kind
+from mezzo.space import Space
+from mezzo.types import Batch, Probe, Scores, Trained, Update
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The unit of work: how many examples and probes one forward takes, and to what multiple lengths are padded.
+
+    Fixed before step 1 and kept in the journal's header, so that it does not matter who computes a unit.
+    """
+
+    rows: int
+    members: int = 2
+    pad_to: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """All that an engine needs to start, as values: the same request goes to any engine, here or on a worker."""
+
+    model: str
+    family: Family
+    space: Space
+    rows: int
+    classes: int = 0
+    noise_kind: Kind = "rademacher"
+    seed: int = 0
+    pad_id: int = 0
+    device: str = "auto"
+    threads: int | None = None
+    remote_code: bool = False
+
+
+class Engine(Protocol):
+    """Answers one question: the scores of each example's candidates, at each probe."""
+
+    unit: Unit
+    trained: tuple[Trained, ...]
+    base_digest: str
+
+    def score(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
+        """scores[P, B, C] at each probe; leaves no trace in the weights."""
+        ...
+
+    def check(self, batch: Batch, eps: float) -> None:
+        """Before step 1: raise ModelError or SpaceError where training could not be right."""
+        ...
+
+    def apply(self, updates: Sequence[Update]) -> None:
+        """Move the weights, one update after the other."""
+        ...
+
+    def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[str]]:
+        """Greedy continuations, texts[P][B]."""
+        ...
+
+    def state(self) -> dict[str, npt.NDArray[np.generic]]:
+        """A copy of the trained tensors."""
+        ...
+
+    def load_state(self, tensors: Mapping[str, npt.NDArray[np.generic]]) -> None:
+        """Put the trained tensors where a snapshot had them."""
+        ...
+
+    def digest(self) -> str:
+        """SHA-256 of the trained tensors' names, shapes and bits."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What the run folder should remember of the engine: device, versions, parameters."""
+        ...
+
+    def close(self) -> None: ...

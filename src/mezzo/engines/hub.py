@@ -1,0 +1,85 @@
+"""Find a Hugging Face model: bundled, in a local folder, or on the hub; its configuration and tokenizer, not its weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from mezzo.errors import ModelError, nearest
+
+Family = Literal["masked", "causal"]
+BUNDLED = "mezzo/"
+
+
+def bundled_models() -> tuple[str, ...]:
+    folder = resources.files("mezzo") / "bundled" / "models"
+    return tuple(sorted(BUNDLED + entry.name for entry in folder.iterdir() if (entry / "config.json").is_file()))
+
+
+def locate(name: str) -> str:
+    """The folder of a bundled or local model; a hub name as it is."""
+    if name.startswith(BUNDLED):
+        if name not in bundled_models():
+            known = ", ".join(bundled_models())
+            raise ModelError(f"there is no bundled model {name!r}{nearest(name, bundled_models())} (bundled: {known})")
+        return str(resources.files("mezzo") / "bundled" / "models" / name.removeprefix(BUNDLED))
+    if Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            raise ModelError(
+                f"{name} is a folder without a config.json: a model folder as save_pretrained writes it is needed"
+            )
+        return name
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelError(
+            f"no folder {name}: pass an existing model folder, a hub name, or one of {', '.join(bundled_models())}"
+        )
+    return name
+
+
+def load_config(name: str, remote_code: bool = False) -> Any:
+    from transformers import AutoConfig
+
+    return fetched(name, lambda path: AutoConfig.from_pretrained(path, trust_remote_code=remote_code))
+
+
+def load_tokenizer(name: str, remote_code: bool = False) -> Any:
+    from transformers import AutoTokenizer
+
+    return fetched(name, lambda path: AutoTokenizer.from_pretrained(path, trust_remote_code=remote_code))
+
+
+def family_of(config: Any) -> Family:
+    """Whether a checkpoint is a masked or a causal language model, by the head it was saved with, then by its type."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    for architecture in getattr(config, "architectures", None) or ():
+        if "MaskedLM" in architecture:
+            return "masked"
+        if "CausalLM" in architecture or "LMHeadModel" in architecture:
+            return "causal"
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return "masked"
+    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return "causal"
+    raise ModelError(f"models of type {config.model_type!r} are neither masked nor causal language models")
+
+
+def fetched(name: str, load: Callable[[str], Any]) -> Any:
+    """What `load` makes of the model's folder or hub name; failures in one line."""
+    path = locate(name)
+    try:
+        return load(path)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if os.path.isdir(path):
+            raise ModelError(f"{name} cannot be loaded: {first}") from None
+        raise ModelError(
+            f"model {name!r} cannot be loaded: it is not a local folder and the model hub did not provide it ({first[:160]}). "
+            f"Pass a local folder; where there is a network, 'hf download {name} --local-dir DIR' makes one"
+        ) from None

@@ -1,0 +1,28 @@
+"""The engine for Hugging Face models in process."""
+
+from __future__ import annotations
+
+import os
+
+from mezzo.engines.base import EngineSpec, Unit
+from mezzo.engines.torch.engine import TorchEngine
+
+
+def open_engine(spec: EngineSpec) -> TorchEngine:
+    """The model of `spec` with its trained tensors at the base."""
+    import torch
+
+    from mezzo.engines.torch.load import device_of, load_model
+
+    device = device_of(spec.device)
+    torch.set_num_threads(spec.threads or os.cpu_count() or 1)
+    model = load_model(spec.model, spec.family, classes=spec.classes, seed=spec.seed, remote_code=spec.remote_code)
+    return TorchEngine(
+        model,
+        spec.space,
+        noise_kind=spec.noise_kind,
+        unit=Unit(rows=spec.rows, pad_to=1 if device.type == "cpu" else 8),
+        seed=spec.seed,
+        pad_id=spec.pad_id,
+        device=device,
+    )

@@ -1,0 +1,79 @@
+"""What a Hugging Face model is made of, in the words of `space`: every tensor the readout uses, its kind and depth."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from mezzo.types import TensorInfo, TensorKind
+
+LAYER = re.compile(r"\.(\d+)\.")
+
+
+def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """(module name, module, parameter's own name, parameter) for every owner, tied ones included."""
+    for module_name, module in model.named_modules():
+        for own_name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield module_name, module, own_name, parameter
+
+
+def canonical_names(model: nn.Module) -> dict[int, str]:
+    """id(parameter) → the one name of a tensor, however many modules share it."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def catalogue(model: nn.Module, used: set[nn.Module]) -> list[TensorInfo]:
+    """The tensors of modules that ran in a forward; a tied tensor once, under the name of its first owner."""
+    names = canonical_names(model)
+    base = getattr(model, "base_model_prefix", "")
+    found: dict[str, TensorInfo] = {}
+    for _, module, own_name, parameter in owners(model):
+        name = names[id(parameter)]
+        if name in found or module not in used or not parameter.dtype.is_floating_point:
+            continue
+        kind = _kind(name, own_name, module, base)
+        linear = isinstance(module, nn.Linear) and own_name == "weight" and kind == "matrix"
+        depth = LAYER.search(name)
+        found[name] = TensorInfo(name, tuple(parameter.shape), kind, int(depth[1]) if depth else -1, linear)
+    return list(found.values())
+
+
+def used_modules(model: nn.Module, inputs: dict[str, Tensor]) -> set[nn.Module]:
+    """The modules that a forward runs through: a pooler that the readout ignores is not trained."""
+    seen: set[nn.Module] = set()
+    hooks = [module.register_forward_pre_hook(lambda m, _: seen.add(m)) for module in model.modules()]
+    try:
+        with torch.no_grad():
+            model(**inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 over names, types, shapes and bits, in order of names."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(tensors, key=lambda item: item[0]):
+        total.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        plain = tensor.detach().cpu().contiguous()
+        total.update(
+            plain.view(torch.uint8).numpy().data if plain.ndim else plain.reshape(1).view(torch.uint8).numpy().data
+        )
+    return total.hexdigest()
+
+
+def _kind(name: str, own_name: str, module: nn.Module, base: str) -> TensorKind:
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if base and not name.startswith(base + "."):
+        return "head"
+    if "norm" in type(module).__name__.lower():
+        return "norm" if own_name == "weight" else "bias"
+    if own_name == "bias":
+        return "bias"
+    return "matrix" if isinstance(module, nn.Linear) else "other"

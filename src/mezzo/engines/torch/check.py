@@ -1,0 +1,135 @@
+"""Two questions before step 1: does the population forward equal plain forwards, and does a perturbation reach the loss?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mezzo import noise
+from mezzo.engines.torch.inputs import pack
+from mezzo.errors import ModelError, SpaceError
+from mezzo.space import lora_names
+from mezzo.types import Batch, Probe, Scores, Trained
+
+if TYPE_CHECKING:
+    from mezzo.engines.torch.engine import TorchEngine
+
+TOLERANCE = 1e-3
+"""Largest accepted difference relative to the effect of the perturbation, beside float32 rounding of the scores."""
+
+
+def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:
+    """Compare two examples at θ±εz with an ordinary forward whose weights are written in; refuse on a mismatch."""
+    few = Batch(batch.prompts[:2], batch.readout)
+    seed = noise.step_seed(0, 0, 0)
+    probes = (Probe(((seed, eps),)), Probe(((seed, -eps),)))
+    ours = engine.score(few, probes)
+    plain = np.stack([_plain_scores(engine, few, probe) for probe in probes])
+    base = engine.score(few, [Probe()])
+    _refuse_dead(engine, ours, base)
+    finite = np.isfinite(ours)
+    scale = np.abs(plain[finite]).max()
+    if _distance(ours, plain) > 1e-4 * max(1.0, scale) + TOLERANCE * _distance(plain, base):
+        raise ModelError(
+            f"{type(engine.model).__name__} cannot be trained here: perturbed scores differ from an ordinary forward by "
+            f"{_distance(ours, plain):.2g}, first in {_first_difference(engine, few, probes[0])}"
+        )
+
+
+def _refuse_dead(engine: TorchEngine, perturbed: Scores, base: Scores) -> None:
+    """A direction that changes nothing would train nothing."""
+    if _distance(perturbed, np.broadcast_to(base, perturbed.shape)) > 0:
+        return
+    names = [t.name for t in engine.trained]
+    hint = ""
+    if all(t.kind == "lora_A" for t in engine.trained):
+        hint = " LoRA's A alone changes nothing while B is zero: train both."
+    raise SpaceError(
+        f"the chosen tensors ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}) do not change the "
+        f"scores at all, so nothing could be learned.{hint} Choose a wider --space or --only"
+    )
+
+
+def _distance(a: Scores, b: Scores) -> float:
+    """Largest difference of scores, up to the constant per row that scores leave open."""
+    finite = np.isfinite(a)
+    a, b = np.where(finite, a, 0.0), np.where(finite, b, 0.0)
+    if a.shape[-1] > 1:
+        a, b = a - a.mean(-1, keepdims=True), b - b.mean(-1, keepdims=True)
+    return float(np.abs(a - b).max())
+
+
+def written_in(engine: TorchEngine, probe: Probe) -> dict[str, Tensor]:
+    """The model's parameters at a probe, as ordinary tensors, from NumPy's noise."""
+    moved = {t.name: _moved(engine, t, probe) for t in engine.trained}
+    values = {name: tensor for name, tensor in moved.items() if "lora_" not in name}
+    parameters = dict(engine.model.named_parameters())
+    for name in parameters:
+        down, up = lora_names(name)
+        if down in moved or up in moved:
+            factors = [moved[n] if n in moved else engine.population.value(n) for n in (up, down)]
+            values[name] = parameters[name] + engine.space.scaling * (factors[0] @ factors[1])
+    return values
+
+
+def _moved(engine: TorchEngine, trained: Trained, probe: Probe) -> Tensor:
+    value = engine.population.value(trained.name).clone()
+    for seed, scale in probe.terms:
+        if trained.rank:
+            left, right = noise.factors(seed, trained.name, trained.shape, trained.rank)  # type: ignore[arg-type]
+            z = left @ right.T * np.float32(trained.rank**-0.5)
+        else:
+            z = noise.dense(engine.population.source.kind, seed, trained.name, 0, value.numel()).reshape(trained.shape)
+        value += scale * torch.from_numpy(z).to(value.device)
+    return value
+
+
+@torch.no_grad()
+def _plain_scores(engine: TorchEngine, batch: Batch, probe: Probe) -> Scores:
+    values = written_in(engine, probe)
+    width = engine.width(batch)
+    out = np.full((1, len(batch), width), -np.inf, dtype=np.float32)
+    for rows in pack(batch, engine.unit, engine.pad_id):
+        inputs = engine.inputs(rows, 1)
+        logits = torch.func.functional_call(engine.model, values, (), inputs, tie_weights=True).logits.float()
+        if rows.positions is not None:
+            index = rows.positions.to(logits.device)[:, :, None].expand(-1, -1, logits.shape[-1])
+            logits = logits.gather(1, index)
+            if batch.readout.kind == "words" and not batch.readout.vocabulary:
+                logits = logits[:, :, list(batch.readout.words)]
+        rows.place(out, rows.read(logits, batch.readout, 1).reshape(1, -1, *rows.tail).cpu().numpy())
+    return out[0]
+
+
+def _first_difference(engine: TorchEngine, batch: Batch, probe: Probe) -> str:
+    """The first leaf whose output differs between the two ways, for the error message."""
+    with _outputs(engine.model) as plain:
+        _plain_scores(engine, batch, probe)
+    with _outputs(engine.model) as ours:
+        engine.score(batch, [probe])
+    for (name, a), (other, b) in zip(plain, ours, strict=False):
+        if name != other or a.shape != b.shape or (a - b).abs().max() > 1e-4 * max(1.0, float(a.abs().max())):
+            return other
+    return "its readout"
+
+
+@contextmanager
+def _outputs(model: nn.Module) -> Iterator[Sequence[tuple[str, Tensor]]]:
+    seen: list[tuple[str, Tensor]] = []
+
+    def keep(name: str) -> Any:
+        return lambda _module, _args, output: (
+            seen.append((name, output.detach().float())) if isinstance(output, Tensor) else None
+        )
+
+    hooks = [m.register_forward_hook(keep(name)) for name, m in model.named_modules() if not list(m.children())]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()

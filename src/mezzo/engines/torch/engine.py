@@ -1,0 +1,204 @@
+"""Hugging Face models in process: all probes of a unit in one forward, the base weights never written by a probe."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from mezzo import noise
+from mezzo.engines.base import Unit
+from mezzo.engines.torch import catalog, layers
+from mezzo.engines.torch.inputs import Rows, pack
+from mezzo.engines.torch.noise import NoiseSource
+from mezzo.engines.torch.population import Population
+from mezzo.errors import JournalError, ModelError
+from mezzo.space import Space, lora_names, select
+from mezzo.types import Batch, Probe, Scores, TensorInfo, Trained, Update
+
+
+class TorchEngine:
+    """One model, its trained tensors and the population forward over them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        space: Space,
+        *,
+        noise_kind: noise.Kind = "rademacher",
+        unit: Unit | None = None,
+        seed: int = 0,
+        pad_id: int = 0,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        self.device = torch.device(device)
+        self.model = model.to(self.device).eval().requires_grad_(False)
+        self.unit = unit or Unit(rows=64)
+        self.space = space
+        self.pad_id = pad_id
+        self.causal = _is_causal(model)
+        self.base_digest = catalog.digest_of(self.model.named_parameters())
+        self.catalogue: list[TensorInfo] = catalog.catalogue(model, catalog.used_modules(model, self._tiny_inputs()))
+        self.trained: tuple[Trained, ...] = select(space, self.catalogue)
+        self.population = Population(self._tensors(seed), NoiseSource(noise_kind, self.device), self._frozen_lora(seed))
+        self._adopt()
+        layers.attach(self.model, self.population, space.scaling)
+        base = getattr(self.model, "base_model", None)
+        if base is not None and base is not self.model:
+            base.register_forward_hook(self._keep_readout_positions)
+
+    # ---- the contract
+
+    @torch.no_grad()
+    def score(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
+        """scores[P, B, C]: pairs of probes by micro-batches of examples, each one forward."""
+        out = np.full((len(probes), len(batch), self.width(batch)), -np.inf, dtype=np.float32)
+        groups = pack(batch, self.unit, self.pad_id)
+        for first in range(0, len(probes), self.unit.members):
+            chunk = probes[first : first + self.unit.members]
+            with self.population.at(chunk):
+                for rows in groups:
+                    scores = self._forward(rows, batch).reshape(len(chunk), -1, *rows.tail)
+                    rows.place(out[first : first + len(chunk)], scores.cpu().numpy())
+        return out
+
+    @torch.no_grad()
+    def apply(self, updates: Sequence[Update]) -> None:
+        for update in updates:
+            if not update.empty:
+                self.population.apply(update)
+            self.population.source.forget()
+
+    def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[str]]:
+        raise ModelError("this engine does not generate text")
+
+    def state(self) -> dict[str, npt.NDArray[np.generic]]:
+        return {t.name: self.population.value(t.name).detach().cpu().numpy().copy() for t in self.trained}
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, npt.NDArray[np.generic]]) -> None:
+        if set(tensors) != {t.name for t in self.trained}:
+            raise JournalError("the tensors do not belong to this run: their names differ")
+        for trained in self.trained:
+            value = self.population.value(trained.name)
+            if tuple(tensors[trained.name].shape) != trained.shape:
+                raise JournalError(f"{trained.name} has shape {tensors[trained.name].shape}, expected {trained.shape}")
+            value.copy_(torch.from_numpy(np.ascontiguousarray(tensors[trained.name])))
+
+    def digest(self) -> str:
+        return catalog.digest_of((t.name, self.population.value(t.name)) for t in self.trained)
+
+    def describe(self) -> dict[str, Any]:
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        return {
+            "engine": "torch",
+            "device": name,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "trained_parameters": sum(int(np.prod(t.shape)) for t in self.trained),
+        }
+
+    def close(self) -> None:
+        self.population.source.forget()
+
+    @torch.no_grad()
+    def merged(self) -> nn.Module:
+        """A plain copy of the model with what was trained in its weights: what `save_pretrained` should write."""
+        twin = copy.deepcopy(self.model)
+        for module in twin.modules():
+            module.__dict__.pop("forward", None)
+        for name, parameter in twin.named_parameters():
+            parameter.data = parameter.data.clone()
+            down, up = lora_names(name)
+            if down in self.population.trained or up in self.population.trained:
+                parameter.data += self.space.scaling * (self.population.value(up) @ self.population.value(down))
+        return twin
+
+    def check(self, batch: Batch, eps: float) -> None:
+        """Refuse a model that the population forward gets wrong, or a space that no perturbation can train."""
+        from mezzo.engines.torch.check import self_check
+
+        self_check(self, batch, eps)
+
+    # ---- making the trained tensors
+
+    def _tensors(self, seed: int) -> list[tuple[Trained, Tensor]]:
+        parameters = dict(self.model.named_parameters())
+        return [(t, parameters[t.name] if t.name in parameters else self._fresh(t, seed)) for t in self.trained]
+
+    def _frozen_lora(self, seed: int) -> dict[str, Tensor]:
+        """The other factor of a LoRA pair of which only one is trained."""
+        names = {t.name for t in self.trained}
+        if self.space.kind != "lora":
+            return {}
+        every = select(Space("lora", self.space.rank, self.space.alpha, self.space.targets), self.catalogue)
+        return {t.name: self._fresh(t, seed) for t in every if t.name not in names and _partner(t.name) in names}
+
+    def _fresh(self, trained: Trained, seed: int) -> Tensor:
+        """LoRA's start: A uniform as a linear layer's weight, B zero, so that the model is unchanged at first."""
+        if trained.kind != "lora_A":
+            return torch.zeros(trained.shape, device=self.device)
+        count, bound = int(np.prod(trained.shape)), trained.shape[1] ** -0.5
+        values = noise.uniform(seed, f"init/{trained.name}", count, bound)
+        return torch.from_numpy(values).view(trained.shape).to(self.device)
+
+    def _adopt(self) -> None:
+        """Let the model's parameters be views of what the population owns and updates."""
+        for name, parameter in self.model.named_parameters():
+            if name in self.population.trained:
+                parameter.data = self.population.value(name)
+
+    # ---- the forward
+
+    def _tiny_inputs(self) -> dict[str, Tensor]:
+        ids = torch.tensor([[0, 1]], device=self.device)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def _forward(self, rows: Rows, batch: Batch) -> Tensor:
+        population, members = self.population, len(self.population.probes)
+        population.rows = rows.count
+        population.gather = rows.positions.to(self.device).repeat(members, 1) if rows.positions is not None else None
+        only_words = batch.readout.kind == "words" and not batch.readout.vocabulary
+        population.words = torch.tensor(batch.readout.words, device=self.device) if only_words else None
+        logits = self.model(**self.inputs(rows, members)).logits
+        return rows.read(logits.float(), batch.readout, members)
+
+    @staticmethod
+    def width(batch: Batch) -> int:
+        """C: how many candidates the examples have at most."""
+        if batch.readout.kind == "candidates":
+            return max(len(p.candidates) for p in batch.prompts)
+        return len(batch.readout.words) or batch.readout.classes
+
+    def inputs(self, rows: Rows, members: int) -> dict[str, Any]:
+        inputs = {"input_ids": rows.ids}
+        if rows.padded and not (self.causal and rows.positions is not None):
+            # Behind a causal mask nothing before the readout sees the padding on its right.
+            inputs["attention_mask"] = rows.mask
+        if rows.segments is not None and getattr(self.model.config, "type_vocab_size", 0) > 1:
+            inputs["token_type_ids"] = rows.segments
+        found = {key: value.to(self.device, non_blocking=True).repeat(members, 1) for key, value in inputs.items()}
+        return {**found, "use_cache": False} if self.causal else found
+
+    def _keep_readout_positions(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The LM head runs on the hidden states that are read, not on whole sequences."""
+        if self.population.gather is not None and self.population.probes:
+            hidden = output.last_hidden_state
+            index = self.population.gather[:, :, None].expand(-1, -1, hidden.shape[-1])
+            output.last_hidden_state = hidden.gather(1, index)
+        return output
+
+
+def _is_causal(model: nn.Module) -> bool:
+    return "CausalLM" in type(model).__name__ or "LMHeadModel" in type(model).__name__
+
+
+def _partner(name: str) -> str:
+    a, b = lora_names(name.replace(".lora_A.weight", ".weight").replace(".lora_B.weight", ".weight"))
+    return b if name == a else a

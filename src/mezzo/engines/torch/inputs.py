@@ -1,0 +1,124 @@
+"""Prompts to padded rows, and logits back to scores: everything about shapes that is not about weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mezzo.engines.base import Unit
+from mezzo.types import Batch, Readout, Scores
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One micro-batch: padded ids, and where each row's scores come from and go to.
+
+    A row is an example, or (example, candidate) when candidates are continuations. `positions` are the hidden states that
+    the LM head must see; `targets` the tokens whose log-probability is read there (−1: none).
+    """
+
+    ids: Tensor
+    mask: Tensor
+    segments: Tensor | None
+    positions: Tensor | None
+    targets: Tensor | None
+    where: tuple[tuple[int, int], ...]
+    tail: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.where)
+
+    @property
+    def padded(self) -> bool:
+        return not bool(self.mask.all())
+
+    def read(self, logits: Tensor, readout: Readout, members: int) -> Tensor:
+        """[P·rows, positions, width] → [P·rows, *tail]."""
+        if readout.kind == "head":
+            return logits
+        if readout.kind == "words":
+            return logits[:, 0].log_softmax(-1)[:, list(readout.words)] if readout.vocabulary else logits[:, 0]
+        assert self.targets is not None
+        targets = self.targets.to(logits.device).repeat(members, 1)
+        found = logits.log_softmax(-1).gather(2, targets.clamp(min=0)[:, :, None])[:, :, 0]
+        real = targets >= 0
+        total = (found * real).sum(1)
+        return total if readout.reduce == "sum" else total / real.sum(1)
+
+    def place(self, out: Scores, scores: npt.NDArray[np.float32]) -> None:
+        """Write scores[P, rows, *tail] to their examples and candidates."""
+        for row, (example, candidate) in enumerate(self.where):
+            if self.tail:
+                out[:, example] = scores[:, row]
+            else:
+                out[:, example, candidate] = scores[:, row]
+
+
+def pack(batch: Batch, unit: Unit, pad_id: int) -> list[Rows]:
+    """Micro-batches of at most `unit.rows` rows, short with short, so that little is padded. A pure function of its arguments."""
+    units = _sequences(batch)
+    ordered = sorted(range(len(units)), key=lambda index: (len(units[index].ids), index))
+    return [
+        _rows([units[index] for index in ordered[first : first + unit.rows]], batch.readout, unit.pad_to, pad_id)
+        for first in range(0, len(ordered), unit.rows)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    ids: tuple[int, ...]
+    segments: tuple[int, ...]
+    positions: tuple[int, ...]
+    targets: tuple[int, ...]
+    where: tuple[int, int]
+
+
+def _sequences(batch: Batch) -> list[_Sequence]:
+    kind = batch.readout.kind
+    if kind != "candidates":
+        return [
+            _Sequence(p.ids, p.segments, (p.position % len(p.ids),) if kind == "words" else (), (), (index, 0))
+            for index, p in enumerate(batch.prompts)
+        ]
+    return [
+        # The token at position t is predicted by the hidden state at t − 1.
+        _Sequence(
+            p.ids + candidate,
+            (),
+            tuple(range(len(p.ids) - 1, len(p.ids) + len(candidate) - 1)),
+            candidate,
+            (index, number),
+        )
+        for index, p in enumerate(batch.prompts)
+        for number, candidate in enumerate(p.candidates)
+    ]
+
+
+def _rows(units: Sequence[_Sequence], readout: Readout, pad_to: int, pad_id: int) -> Rows:
+    longest = max(len(unit.ids) for unit in units)
+    length = -(-longest // pad_to) * pad_to
+    segments = [unit.segments for unit in units] if any(unit.segments for unit in units) else None
+    width = {"words": len(readout.words), "head": readout.classes, "candidates": 0}[readout.kind]
+    return Rows(
+        ids=_padded([unit.ids for unit in units], length, pad_id),
+        mask=_padded([(1,) * len(unit.ids) for unit in units], length, 0),
+        segments=_padded(segments, length, 0) if segments else None,
+        positions=_padded([unit.positions for unit in units], None, 0) if readout.kind != "head" else None,
+        targets=_padded([unit.targets for unit in units], None, -1) if readout.kind == "candidates" else None,
+        where=tuple(unit.where for unit in units),
+        tail=(width,) if width else (),
+    )
+
+
+def _padded(rows: Sequence[Sequence[int]], length: int | None, fill: int) -> Tensor:
+    length = max(len(row) for row in rows) if length is None else length
+    table = np.full((len(rows), length), fill, dtype=np.int64)
+    for index, row in enumerate(rows):
+        table[index, : len(row)] = row
+    return torch.from_numpy(table)

@@ -1,0 +1,87 @@
+"""Weights of a Hugging Face model, checked: nothing the task needs may be random by accident."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzo import noise
+from mezzo.engines.hub import Family, fetched
+from mezzo.errors import ConfigError, ModelError
+
+
+def load_model(
+    name: str,
+    family: Family,
+    *,
+    classes: int = 0,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    remote_code: bool = False,
+) -> nn.Module:
+    """The model in eval mode; with `classes`, a classification head whose fresh weights depend on `seed` alone."""
+    import transformers
+
+    if classes:
+        auto: Any = transformers.AutoModelForSequenceClassification
+        extra: dict[str, Any] = {"num_labels": classes}
+    else:
+        auto = transformers.AutoModelForMaskedLM if family == "masked" else transformers.AutoModelForCausalLM
+        extra = {}
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    progress = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.disable_progress_bar()
+    try:
+        model, report = fetched(
+            name,
+            lambda path: auto.from_pretrained(
+                path,
+                dtype=dtype,
+                output_loading_info=True,
+                use_safetensors=True,
+                trust_remote_code=remote_code,
+                **extra,
+            ),
+        )
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        if progress:
+            transformers.logging.enable_progress_bar()
+    _fill_missing(model, sorted(report["missing_keys"]), name, seed, fresh_head=bool(classes))
+    model.eval()
+    model.requires_grad_(False)
+    return model  # type: ignore[no-any-return]
+
+
+def _fill_missing(model: nn.Module, missing: list[str], name: str, seed: int, fresh_head: bool) -> None:
+    """A missing LM head would be random weights that look trained: refuse it. A fresh classification head is our own."""
+    base = getattr(model, "base_model_prefix", "")
+    strange = [key for key in missing if not fresh_head or key.startswith(base + ".")]
+    if strange:
+        shown = ", ".join(strange[:3]) + (" …" if len(strange) > 3 else "")
+        raise ModelError(
+            f"{name} lacks weights that this task needs ({shown}); use a checkpoint saved with its LM head"
+        )
+    with torch.no_grad():
+        for key in missing:
+            parameter = model.get_parameter(key)
+            if parameter.ndim < 2:
+                parameter.zero_()
+                continue
+            values = noise.dense("gaussian", seed, f"init/{key}", 0, parameter.numel())
+            parameter.copy_(torch.from_numpy(values).view(parameter.shape).mul_(0.02))
+
+
+def device_of(name: str) -> torch.device:
+    """The device by name; `auto` is a GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was asked for, but torch {torch.__version__} sees no GPU; use --device cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None

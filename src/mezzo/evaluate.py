@@ -1,0 +1,105 @@
+"""How good a model is on examples: metric, confidence interval, and the calibrated figure that honest gains are stated over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mezzo import noise
+from mezzo.engines.base import Engine
+from mezzo.errors import DataError
+from mezzo.objectives import METRICS, cross_entropy, log_sum_exp
+from mezzo.types import Batch, Probe, Prompt, Readout
+
+Z95 = 1.959964
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A model on a set of examples. `metric` names `value`; `interval` is its 95% confidence interval."""
+
+    metric: str
+    value: float
+    interval: tuple[float, float]
+    accuracy: float
+    loss: float
+    n: int
+    calibrated: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__} | {"interval": list(self.interval)}
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{self.metric} {self.value:.1%} [{low:.1%}, {high:.1%}] on {self.n} examples"
+
+
+def scores_of(engine: Engine, prompts: Sequence[Prompt], readout: Readout) -> npt.NDArray[np.float64]:
+    """scores[B, C] of the unperturbed model."""
+    return engine.score(Batch(tuple(prompts), readout), [Probe()])[0].astype(np.float64)
+
+
+def evaluate(engine: Engine, prompts: Sequence[Prompt], readout: Readout, metric: str = "accuracy") -> Evaluation:
+    """Evaluate labelled prompts."""
+    if not prompts:
+        raise DataError("there are no examples to evaluate")
+    batch = Batch(tuple(prompts), readout)
+    return judged(scores_of(engine, prompts, readout), batch, metric)
+
+
+def judged(scores: npt.NDArray[np.float64], batch: Batch, metric: str) -> Evaluation:
+    """Figures from scores[B, C]."""
+    labels, predicted = batch.labels, scores.argmax(axis=1)
+    loss = float(cross_entropy(scores[None].astype(np.float32), batch)[0])
+    accuracy = METRICS["accuracy"](predicted, labels)
+    value = METRICS[metric](predicted, labels)
+    interval = wilson(accuracy, len(labels)) if metric == "accuracy" else bootstrap(predicted, labels, metric)
+    return Evaluation(metric, value, interval, accuracy, loss, len(labels), METRICS[metric](balanced(scores), labels))
+
+
+def probabilities(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return np.exp(scores - log_sum_exp(scores))
+
+
+def balanced(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """Predictions after removing the prompt's prior: every label is predicted equally often on these unlabelled examples.
+
+    With two labels the threshold moves to the median of the margins. With more, an offset per label is found by moving each
+    label's offset against its surplus, in ever smaller steps.
+    """
+    if not np.isfinite(scores).all():  # ragged candidates have no common prior to remove
+        return scores.argmax(axis=1)
+    count, labels = scores.shape
+    if labels == 2:
+        margins = scores[:, 1] - scores[:, 0]
+        return (margins > np.median(margins)).astype(np.int64)
+    offsets = -scores.mean(axis=0)
+    pace = float(scores.std()) or 1.0
+    for round_ in range(500):
+        share = np.bincount((scores + offsets).argmax(axis=1), minlength=labels) / count
+        offsets -= pace / math.sqrt(1 + round_) * (share - 1 / labels)
+    return (scores + offsets).argmax(axis=1)
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Wilson's 95% interval of a share."""
+    centre = share + Z95**2 / (2 * count)
+    spread = Z95 * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
+    scale = 1 + Z95**2 / count
+    return (max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale))
+
+
+def bootstrap(
+    predicted: npt.NDArray[np.int64], labels: npt.NDArray[np.int64], metric: str, rounds: int = 1000
+) -> tuple[float, float]:
+    """Percentile interval of a metric over resampled examples; the resampling is fixed."""
+    count = len(labels)
+    draws = noise.words(0, "bootstrap", 0, rounds * count).reshape(rounds, count) % np.uint64(count)
+    values = [METRICS[metric](predicted[draw], labels[draw]) for draw in draws.astype(np.int64)]
+    low, high = np.quantile(values, [0.025, 0.975])
+    return float(low), float(high)

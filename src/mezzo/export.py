@@ -1,0 +1,73 @@
+"""A run in layouts that others load: a PEFT adapter, or a whole Hugging Face model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mezzo.engines.base import Engine
+from mezzo.errors import ConfigError
+from mezzo.files import explained, write_atomically
+
+
+def export_adapter(engine: Any, parts: Any, out: Path) -> None:
+    """LoRA tensors as PEFT reads them (`adapter_config.json`, `adapter_model.safetensors`)."""
+    from safetensors.numpy import save
+
+    if engine.space.kind != "lora":
+        raise ConfigError(
+            f"only LoRA runs have an adapter; this one trained {engine.space.kind!r}: export the model instead"
+        )
+    tensors = {f"base_model.model.{name}": np.ascontiguousarray(value) for name, value in _both_factors(engine).items()}
+    modules = sorted({name.split(".lora_")[0] for name in _both_factors(engine)})
+    settings = {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": parts.config.model,
+        "r": engine.space.rank,
+        "lora_alpha": engine.space.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": modules,
+        "inference_mode": True,
+        "fan_in_fan_out": False,
+    }
+    _make(out)
+    write_atomically(out / "adapter_model.safetensors", save(tensors, metadata={"format": "pt"}))
+    write_atomically(out / "adapter_config.json", (json.dumps(settings, indent=2) + "\n").encode())
+
+
+def export_model(engine: Any, parts: Any, out: Path) -> None:
+    """The whole model with the trained tensors in place, and its tokenizer. Complete or absent."""
+    _make(out.parent)
+    staging = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    with explained(out):
+        try:
+            engine.merged().save_pretrained(staging)
+            parts.tokenizer.save_pretrained(staging)
+            if out.exists():
+                if any(out.iterdir()) and not (out / "config.json").is_file():
+                    raise ConfigError(f"{out} exists and is not a model folder; choose another --out")
+                shutil.rmtree(out)
+            staging.replace(out)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _both_factors(engine: Any) -> dict[str, Any]:
+    frozen = {name: value.cpu().numpy() for name, value in engine.population.frozen.items()}
+    return {**engine.state(), **frozen}
+
+
+def _make(folder: Path) -> None:
+    with explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+EXPORTS: dict[str, Callable[[Engine, Any, Path], None]] = {"adapter": export_adapter, "model": export_model}

@@ -1,0 +1,45 @@
+"""Files that are whole or absent, and operating-system errors as one line."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from mezzo.errors import JournalError, RunFailed
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """The whole file or the old one, never a half."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def write_all(file: int, data: bytes) -> None:
+    """os.write until everything is handed over."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+
+
+@contextlib.contextmanager
+def explained(path: Path, kind: type[Exception] = JournalError) -> Iterator[None]:
+    """Operating-system errors as one line; a run that fails to write can be resumed."""
+    try:
+        yield
+    except OSError as error:
+        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+        again = f"; free space or fix it, then continue with --resume {path.parent}" if kind is RunFailed else ""
+        raise kind(f"{path}: {reason}{again}") from None

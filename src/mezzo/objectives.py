@@ -1,0 +1,121 @@
+"""Scores and labels to one loss per probe, in float64 on the host. Lower is better."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mezzo.errors import ConfigError, nearest
+from mezzo.types import Batch, Scores
+
+Losses = npt.NDArray[np.float64]
+Labels = npt.NDArray[np.int64]
+Objective = Callable[[Scores, Batch], Losses]
+
+
+def cross_entropy(scores: Scores, batch: Batch) -> Losses:
+    """Mean negative log-probability of the right candidate: among the candidates, or as the engine normalised it."""
+    wide = scores.astype(np.float64)
+    if not normalised(batch):
+        wide = wide - log_sum_exp(wide)
+    return -np.take_along_axis(wide, batch.labels[None, :, None], axis=2)[:, :, 0].mean(axis=1)
+
+
+def normalised(batch: Batch) -> bool:
+    """True when scores are log-probabilities already, so that cross-entropy must not renormalise over candidates.
+
+    A single candidate (the LM loss of an answer) has nothing to be normalised against.
+    """
+    if batch.readout.kind == "words":
+        return batch.readout.vocabulary
+    return batch.readout.kind == "candidates" and max(len(p.candidates) for p in batch.prompts) == 1
+
+
+def log_sum_exp(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Over the last axis, kept; −inf entries (absent candidates) count for nothing."""
+    top = scores.max(axis=-1, keepdims=True)
+    total: npt.NDArray[np.float64] = top + np.log(np.exp(scores - top).sum(axis=-1, keepdims=True))
+    return total
+
+
+def accuracy_of(predicted: Labels, labels: Labels) -> float:
+    return float((predicted == labels).mean())
+
+
+def f1_of(predicted: Labels, labels: Labels) -> float:
+    """Binary F1 of class 1; the mean over classes when there are more than two."""
+    classes = [1] if max(predicted.max(), labels.max()) <= 1 else sorted(set(labels.tolist()) | set(predicted.tolist()))
+    return float(np.mean([_f1_of_class(predicted, labels, c) for c in classes]))
+
+
+def _f1_of_class(predicted: Labels, labels: Labels, positive: int) -> float:
+    hits = int(((predicted == positive) & (labels == positive)).sum())
+    both = int((predicted == positive).sum() + (labels == positive).sum())
+    return 2 * hits / both if both else 0.0
+
+
+def matthews_of(predicted: Labels, labels: Labels) -> float:
+    """Matthews correlation; for more than two classes, the correlation of the one-hot matrices (R_K)."""
+    count = 1 + int(max(predicted.max(), labels.max()))
+    p, t = np.eye(count)[predicted], np.eye(count)[labels]
+    p, t = p - p.mean(axis=0), t - t.mean(axis=0)
+    spread = np.sqrt((p * p).sum() * (t * t).sum())
+    return float((p * t).sum() / spread) if spread else 0.0
+
+
+METRICS: dict[str, Callable[[Labels, Labels], float]] = {
+    "accuracy": accuracy_of,
+    "f1": f1_of,
+    "matthews": matthews_of,
+}
+
+
+def from_metric(metric: Callable[[Labels, Labels], float]) -> Objective:
+    """A metric of predictions as an objective: its negative, per probe."""
+
+    def objective(scores: Scores, batch: Batch) -> Losses:
+        return np.array([-metric(member.argmax(axis=1), batch.labels) for member in scores], dtype=np.float64)
+
+    return objective
+
+
+OBJECTIVES: dict[str, Objective] = {
+    "cross_entropy": cross_entropy,
+    **{name: from_metric(metric) for name, metric in METRICS.items()},
+}
+
+
+def get_objective(name: str | Objective) -> Objective:
+    """A registered objective, a callable, or `module:function` that takes (scores[P, B, C], batch) and returns P losses."""
+    if callable(name):
+        return _checked(name)
+    if name in OBJECTIVES:
+        return OBJECTIVES[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        known = ", ".join(OBJECTIVES)
+        raise ConfigError(f"unknown objective {name!r}{nearest(name, OBJECTIVES)} ({known}, or module:function)")
+    try:
+        found: Any = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"objective {name!r} cannot be imported: {error}") from None
+    return _checked(found)
+
+
+def _checked(function: Callable[..., Any]) -> Objective:
+    """A user's function with its result checked, so that a wrong shape is an explanation and not a broken run."""
+
+    def objective(scores: Scores, batch: Batch) -> Losses:
+        losses = np.asarray(function(scores, batch), dtype=np.float64)
+        if losses.shape != (scores.shape[0],):
+            raise ConfigError(
+                f"objective {getattr(function, '__name__', function)!r} returned shape {losses.shape}; "
+                f"it takes (scores[probes, examples, candidates], batch) and returns one loss per probe: ({scores.shape[0]},)"
+            )
+        return losses
+
+    return objective

@@ -1,0 +1,54 @@
+"""Slopes to an Update: learning-rate schedules, clipping, decay. Everything is a value; nothing holds weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mezzo.errors import ConfigError, nearest
+from mezzo.types import Slope, Update
+
+Schedule = Callable[[int], float]
+
+# Each shape maps progress in [0, 1) to a factor of the peak learning rate.
+SHAPES: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
+
+
+def schedule(shape: str, peak: float, steps: int, warmup: int = 0) -> Schedule:
+    """Learning rate by step: linear warm-up over `warmup` steps, then `shape` over the rest."""
+    if shape not in SHAPES:
+        raise ConfigError(f"unknown schedule {shape!r}{nearest(shape, SHAPES)} (schedules: {', '.join(SHAPES)})")
+    if not 0 <= warmup <= steps:
+        raise ConfigError(f"warmup must lie between 0 and the {steps} steps of the run, not {warmup}")
+
+    def rate(step: int) -> float:
+        if step < warmup:
+            return peak * (step + 1) / warmup
+        return peak * SHAPES[shape](min(1.0, (step - warmup) / max(1, steps - warmup)))
+
+    return rate
+
+
+@dataclass(frozen=True, slots=True)
+class Sgd:
+    """θ ← (1 − lr·decay)·θ − lr·mean(g·z), with |g| clipped when `clip` is positive."""
+
+    lr: Schedule
+    weight_decay: float = 0.0
+    clip: float = 0.0
+
+    def step(self, slopes: Sequence[Slope], step: int) -> Update:
+        rate = self.lr(step)
+        keep = float(np.float32(1.0 - rate * self.weight_decay))
+        return Update(tuple((s.seed, self._coefficient(s.value, rate, len(slopes))) for s in slopes), keep)
+
+    def _coefficient(self, slope: float, rate: float, samples: int) -> float:
+        clipped = max(-self.clip, min(self.clip, slope)) if self.clip > 0 else slope
+        return float(np.float32(rate * clipped / samples))

@@ -1,0 +1,85 @@
+"""Weights = base + journal: bring an engine to any position of a journal, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mezzo.engines.base import Engine
+from mezzo.errors import JournalError
+from mezzo.journal import Content
+from mezzo.snapshots import Snapshots, Tensors
+from mezzo.types import StepRecord
+
+REPLAY = 1000  # updates handed to the engine at once
+
+
+def check_base(engine: Engine, content: Content) -> None:
+    """Refuse to replay a journal on a model it was not written for."""
+    expected = content.header.get("base")
+    if engine.base_digest != expected:
+        raise JournalError(
+            f"{content.path} was written for a base model with digest {str(expected)[:12]}…, this one has "
+            f"{engine.base_digest[:12]}…: the base model has changed"
+        )
+    named = [(t.name, list(t.shape)) for t in engine.trained]
+    if named != [(t["name"], t["shape"]) for t in content.header.get("tensors", [])]:
+        raise JournalError(f"{content.path} trains other tensors than this configuration selects")
+
+
+def bring_to(engine: Engine, records: Sequence[StepRecord], at: int, snapshots: Snapshots | None = None) -> None:
+    """From the base (a fresh engine) to the weights after `at` steps; the newest sound snapshot before it shortens the way."""
+    if not 0 <= at <= len(records):
+        raise JournalError(f"the journal holds steps 0 to {len(records)}; there is no step {at}")
+    start = _from_snapshot(engine, at, snapshots) if snapshots else 0
+    for first in range(start, at, REPLAY):
+        engine.apply([record.update for record in records[first : min(at, first + REPLAY)]])
+
+
+def _from_snapshot(engine: Engine, at: int, snapshots: Snapshots) -> int:
+    initial: Tensors | None = None
+    for step in snapshots.steps():
+        if step > at or (found := snapshots.load(step)) is None:
+            continue
+        initial = initial or engine.state()
+        tensors, digest = found
+        try:
+            engine.load_state(tensors)
+        except JournalError:
+            continue
+        if engine.digest() == digest:
+            return step
+    if initial:
+        engine.load_state(initial)
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What `mezzo verify` found: the digest of the rebuilt weights against the recorded one."""
+
+    steps: int
+    digest: str
+    recorded: str
+    torn: int
+
+    @property
+    def ok(self) -> bool:
+        return self.digest == self.recorded
+
+
+def verify(engine: Engine, content: Content) -> Verified:
+    """Rebuild from the base model alone, without snapshots, and compare at every recorded mark."""
+    check_base(engine, content)
+    marks = sorted(step for step in content.marks if step <= content.steps)
+    if not marks:
+        raise JournalError(
+            f"{content.path} records no digest yet: the run was cut off before its first mark; resume it first"
+        )
+    position, digest = 0, ""
+    for mark in marks:
+        engine.apply([record.update for record in content.records[position:mark]])
+        position, digest = mark, engine.digest()
+        if digest != content.marks[mark]:
+            break
+    return Verified(position, digest, content.marks[position], content.torn)

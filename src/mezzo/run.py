@@ -1,0 +1,154 @@
+"""A run folder and what came out of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mezzo.errors import ConfigError, JournalError, RunFailed
+from mezzo.files import explained, write_all, write_atomically
+from mezzo.journal import NAME as JOURNAL
+from mezzo.snapshots import Snapshots
+
+METRICS = "metrics.jsonl"
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The result of a run. `value`, `interval` and both zero-shot figures are of `metric`, as fractions of one."""
+
+    out: str
+    steps: int
+    metric: str = "accuracy"
+    value: float | None = None
+    accuracy: float | None = None
+    interval: tuple[float, float] | None = None
+    zero_shot: float | None = None
+    zero_shot_calibrated: float | None = None
+    best_step: int = 0
+    n_test: int = 0
+    zero_slope_share: float = 0.0
+    skipped_steps: int = 0
+    digest: str = ""
+    seconds: float = 0.0
+    forward_passes: int = 0
+    stopped: str = ""
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def journal(self) -> Path:
+        return Path(self.out) / JOURNAL
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in self.__slots__}
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<22} {value}" for name, value in self.table())
+
+    __repr__ = __str__
+
+    def table(self) -> list[tuple[str, str]]:
+        """The summary as (what, figure) rows."""
+        rows = [("run", self.out), ("steps", f"{self.steps} ({self.stopped})")]
+        if self.value is not None:
+            low, high = self.interval or (self.value, self.value)
+            for name, value in (("zero-shot", self.zero_shot), ("calibrated zero-shot", self.zero_shot_calibrated)):
+                rows += [(name, f"{value:.1%}")] if value is not None else []
+            at = "" if self.best_step == self.steps else f", at step {self.best_step}"
+            rows.append((f"test {self.metric}", f"{self.value:.1%}  95% [{low:.1%}, {high:.1%}], n={self.n_test}{at}"))
+        rows.append(("zero slopes", f"{self.zero_slope_share:.1%} of steps"))
+        if self.skipped_steps:
+            rows.append(("skipped steps", str(self.skipped_steps)))
+        rows.append(("time", f"{self.seconds:.0f} s, {self.forward_passes} forward passes"))
+        return [*rows, ("digest", self.digest[:16])]
+
+
+class Folder:
+    """A run's files. Everything in it is written by this class, the journal and the snapshots."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.snapshots = Snapshots(path / "snapshots")
+        self._metrics = -1
+
+    @classmethod
+    def create(cls, out: str | None, stem: str) -> Folder:
+        """A new folder; an existing one must not hold a run."""
+        path = Path(out) if out else _free(Path("runs"), stem)
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"--out {path} is a file; choose a folder")
+        if (path / JOURNAL).exists():
+            raise JournalError(f"{path} holds a run already: continue it with --resume {path}, or choose another --out")
+        with explained(path):
+            path.mkdir(parents=True, exist_ok=True)
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Folder:
+        if not (Path(path) / JOURNAL).is_file():
+            raise JournalError(f"{path} is not a run folder: it has no {JOURNAL}")
+        return cls(Path(path))
+
+    def write_config(self, config: dict[str, Any]) -> None:
+        write_atomically(self.path / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+
+    def note(self, event: str, values: dict[str, Any]) -> None:
+        """One line of metrics, handed to the operating system at once."""
+        line = json.dumps({"event": event, **_finite(values)}).encode() + b"\n"
+        path = self.path / METRICS
+        with explained(path, RunFailed):
+            if self._metrics < 0:
+                self._metrics = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            write_all(self._metrics, line)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All readable lines; one torn by a crash is passed over."""
+        path = self.path / METRICS
+        if not path.is_file():
+            return []
+        found = []
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+        return [entry for entry in found if isinstance(entry, dict)]
+
+    def rewind_metrics(self, steps: int) -> list[dict[str, Any]]:
+        """Drop what was noted of steps that the journal does not have; return the rest."""
+        kept = [entry for entry in self.metrics() if _position(entry) <= steps]
+        data = b"".join(json.dumps(entry).encode() + b"\n" for entry in kept)
+        write_atomically(self.path / METRICS, data)
+        return kept
+
+    def close(self) -> None:
+        if self._metrics >= 0:
+            os.close(self._metrics)
+            self._metrics = -1
+
+
+def _position(entry: dict[str, Any]) -> int:
+    """The journal position that an entry speaks of: a step's entry is about the state after it."""
+    step = entry.get("step", 0)
+    return (int(step) + 1 if entry.get("event") == "step" else int(step)) if isinstance(step, (int, float)) else 0
+
+
+def _finite(value: Any) -> Any:
+    """JSON without NaN: other programs read these lines too."""
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else str(value)
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return value
+
+
+def _free(parent: Path, stem: str) -> Path:
+    number = 1
+    while (parent / f"{stem}-{number}").exists():
+        number += 1
+    return parent / f"{stem}-{number}"

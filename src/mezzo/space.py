@@ -1,0 +1,171 @@
+"""What is trained: a choice over the names, shapes and kinds that an engine lists. It never sees a module."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mezzo.errors import SpaceError, nearest
+from mezzo.types import TensorInfo, Trained
+
+SPACES = ("full", "matrices", "lora", "head")
+
+# The query and value projections by the names model families give them, the first set that exists wins.
+# A fused projection (GPT-2, ModernBERT) holds query, key and value in one matrix.
+QUERY_VALUE = (
+    ("query", "value"),
+    ("q_proj", "v_proj"),
+    ("q_lin", "v_lin"),
+    ("c_attn",),
+    ("Wqkv",),
+    ("query_key_value",),
+    ("qkv_proj",),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """A request: which tensors (`kind`, narrowed by `only` and `layers`) and how noise looks on their matrices.
+
+    `kind` is one of SPACES or a glob over tensor names. `noise_rank` 0 is dense noise, r > 0 low-rank noise on matrices.
+    """
+
+    kind: str = "full"
+    rank: int = 8
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    layers: str = ""
+    noise_rank: int = 0
+    decay: str = "all"
+
+    def __post_init__(self) -> None:
+        if self.kind not in SPACES and not _is_pattern(self.kind):
+            raise SpaceError(
+                f"unknown space {self.kind!r}{nearest(self.kind, SPACES)} (spaces: {', '.join(SPACES)}; "
+                f"or a name pattern such as '*.attention.*')"
+            )
+        if self.rank < 1 or self.noise_rank < 0:
+            raise SpaceError(f"ranks must be positive: rank {self.rank}, noise rank {self.noise_rank}")
+        if self.decay not in ("all", "matrices"):
+            raise SpaceError(f"decay is 'all' or 'matrices' (skips biases and norms), not {self.decay!r}")
+
+    @property
+    def scaling(self) -> float:
+        """What LoRA multiplies its product by."""
+        return self.alpha / self.rank
+
+
+def select(space: Space, tensors: Sequence[TensorInfo]) -> tuple[Trained, ...]:
+    """The trained tensors, in the engine's order. Raises SpaceError when the choice is empty."""
+    chosen = _lora(space, tensors) if space.kind == "lora" else _existing(space, tensors)
+    if space.only:
+        kept = tuple(t for t in chosen if any(fnmatch.fnmatchcase(t.name, pattern) for pattern in space.only))
+        if not kept:
+            raise SpaceError(
+                f"no tensor of space {space.kind!r} matches {_shown(space.only)}; it has {_sample(chosen)}"
+            )
+        chosen = kept
+    return chosen
+
+
+def lora_names(target: str) -> tuple[str, str]:
+    """Names of the two LoRA tensors of the linear layer whose weight is `target`."""
+    module = target.removesuffix(".weight")
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+
+def _existing(space: Space, tensors: Sequence[TensorInfo]) -> tuple[Trained, ...]:
+    wanted = [t for t in tensors if _wanted(space.kind, t)]
+    if not wanted:
+        hint = "this model's head is tied to its embeddings" if space.kind == "head" else f"it has {_sample(tensors)}"
+        raise SpaceError(f"space {space.kind!r} selects no tensor of this model; {hint}")
+    wanted = _in_layers(space.layers, wanted)
+    return tuple(
+        Trained(t.name, t.shape, t.kind, rank=_noise_rank(space, t), decay=_decays(space, t.kind)) for t in wanted
+    )
+
+
+def _lora(space: Space, tensors: Sequence[TensorInfo]) -> tuple[Trained, ...]:
+    linear = {t.name.removesuffix(".weight"): t for t in tensors if t.linear}
+    targets = space.targets or _default_targets(linear)
+    matched = linear if targets == ("all-linear",) else {m: t for m, t in linear.items() if _targets_match(m, targets)}
+    if not matched:
+        leaves = sorted({module.rsplit(".", 1)[-1] for module in linear})
+        raise SpaceError(f"LoRA targets {_shown(targets)} match no linear layer; this model has {', '.join(leaves)}")
+    chosen: list[Trained] = []
+    for info in _in_layers(space.layers, list(matched.values())):
+        out, inner = info.shape
+        name_a, name_b = lora_names(info.name)
+        chosen.append(Trained(name_a, (space.rank, inner), "lora_A"))
+        chosen.append(Trained(name_b, (out, space.rank), "lora_B"))
+    return tuple(chosen)
+
+
+def _default_targets(linear: Iterable[str]) -> tuple[str, ...]:
+    leaves = {module.rsplit(".", 1)[-1] for module in linear}
+    for names in QUERY_VALUE:
+        if leaves.issuperset(names):
+            return names
+    raise SpaceError(
+        f"cannot tell query and value apart in this model; name LoRA targets among {', '.join(sorted(leaves))}"
+    )
+
+
+def _targets_match(module: str, targets: Iterable[str]) -> bool:
+    return any(
+        module == target
+        or module.endswith("." + target)
+        or (_is_pattern(target) and fnmatch.fnmatchcase(module, target))
+        for target in targets
+    )
+
+
+def _wanted(kind: str, tensor: TensorInfo) -> bool:
+    match kind:
+        case "full":
+            return True
+        case "matrices":
+            return tensor.kind == "matrix"
+        case "head":
+            return tensor.kind == "head"
+    return fnmatch.fnmatchcase(tensor.name, kind)
+
+
+def _in_layers(layers: str, tensors: list[TensorInfo]) -> list[TensorInfo]:
+    """Tensors of the layers a Python slice names; an open end keeps the head, which comes after the last layer."""
+    if not layers:
+        return tensors
+    depth = 1 + max((t.layer for t in tensors), default=-1)
+    try:
+        start, stop = (int(part) if part else None for part in layers.split(":"))
+        chosen = set(range(depth)[start:stop])
+    except ValueError:
+        raise SpaceError(f"layers are a slice such as '4:' or '2:5', not {layers!r}") from None
+    kept = [t for t in tensors if t.layer in chosen or (stop is None and t.kind == "head")]
+    if not kept:
+        raise SpaceError(f"layers {layers!r} select nothing; this model has layers 0 to {depth - 1}")
+    return kept
+
+
+def _noise_rank(space: Space, tensor: TensorInfo) -> int:
+    """Vectors and matrices thinner than the rank keep dense noise."""
+    return space.noise_rank if len(tensor.shape) == 2 and min(tensor.shape) > space.noise_rank else 0
+
+
+def _decays(space: Space, kind: str) -> bool:
+    return space.decay == "all" or kind not in ("bias", "norm")
+
+
+def _is_pattern(text: str) -> bool:
+    return any(sign in text for sign in "*?[")
+
+
+def _shown(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names)
+
+
+def _sample(tensors: Sequence[TensorInfo] | Sequence[Trained], count: int = 3) -> str:
+    names = [t.name for t in tensors]
+    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")

@@ -1,0 +1,94 @@
+"""Finding a task: by name, in a TOML file, or in a dict."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from mezzo.errors import TaskError, nearest
+from mezzo.tasks.catalogue import CAUSAL, MASKED
+from mezzo.tasks.task import Family, Task
+
+_TABLES: dict[str, dict[str, dict[str, Any]]] = {"masked": MASKED, "causal": CAUSAL}
+_KEYS = tuple(f.name for f in dataclasses.fields(Task))
+_REQUIRED = ("columns", "template")
+
+
+@lru_cache(maxsize=1)
+def _registry() -> dict[tuple[str, str], Task]:
+    return {
+        (family, name): Task(**{"name": name, "family": family, **row})
+        for family, table in _TABLES.items()
+        for name, row in table.items()
+    }
+
+
+def list_tasks() -> list[Task]:
+    """Every task that comes with mezzo: the masked-LM ones, then the causal ones."""
+    return list(_registry().values())
+
+
+def get_task(spec: str | Path | Mapping[str, Any] | Task, family: Family | None = None) -> Task:
+    """A task by registry name, from a `.toml` file, or from a dict of the same keys.
+
+    A name such as `sst-2` is in both families: masked unless `family` says otherwise.
+    """
+    if isinstance(spec, Task):
+        task = spec
+    elif isinstance(spec, Mapping):
+        task = task_from(spec, "your task")
+    elif str(spec).endswith(".toml"):
+        task = _from_toml(Path(spec))
+    else:
+        return _by_name(str(spec), family)
+    if family is not None and task.family != family:
+        raise TaskError(f"task {task.name!r} is {task.family}, and {family} is asked for; set its family and template")
+    return task
+
+
+def task_from(values: Mapping[str, Any], source: str, name: str = "custom") -> Task:
+    """A task from plain values. `id_order` may be the list of label names that the data's ids 0, 1, … mean."""
+    for key in values:
+        if key not in _KEYS:
+            raise TaskError(f"{source}: unknown key {key!r}{nearest(str(key), _KEYS)}")
+    for key in _REQUIRED:
+        if key not in values:
+            raise TaskError(f"{source}: no {key!r}; a task needs columns, template, labels and words")
+    row = {"name": name, **values}
+    if not isinstance(row.get("id_order", ""), str | None):
+        row |= {"id_orders": {**row.get("id_orders", {}), "data": row["id_order"]}, "id_order": "data"}
+    return Task(**row)
+
+
+def _from_toml(path: Path) -> Task:
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TaskError(f"cannot read the task file {str(path)!r}: {error.strerror or error}") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise TaskError(f"{path}: not valid TOML: {error}") from None
+    return task_from(values, str(path), name=path.stem)
+
+
+def _by_name(name: str, family: Family | None) -> Task:
+    wanted = _canonical(name)
+    found = [task for task in list_tasks() if _canonical(task.name) == wanted]
+    for task in found:
+        if family in (None, task.family):
+            return task
+    if found:
+        others = sorted(_TABLES[str(family)])
+        raise TaskError(f"task {name!r} is {found[0].family}, not {family}; the {family} tasks are {', '.join(others)}")
+    names = list(dict.fromkeys(task.name for task in list_tasks()))
+    hint = nearest(name.lower(), names) or f"; known: {', '.join(names)}, or a path that ends in .toml"
+    raise TaskError(f"unknown task {name!r}{hint}")
+
+
+def _canonical(name: str) -> str:
+    """`SST2`, `sst_2` and `sst-2` are one task."""
+    return re.sub(r"[-_ ]", "", name.lower())

@@ -1,0 +1,269 @@
+"""A task as data: its columns, labels, template, label words and metric, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mezzo.errors import TaskError, nearest
+from mezzo.tasks import templates
+from mezzo.tasks.pieces import Pieces
+from mezzo.types import Example
+
+Family = Literal["masked", "causal"]
+Kind = Literal["classification", "choice", "generation"]
+Metric = Literal["accuracy", "f1", "matthews"]
+
+_CHOICES = {
+    "family": ("masked", "causal"),
+    "kind": ("classification", "choice", "generation"),
+    "metric": ("accuracy", "f1", "matthews"),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to ask of a model about a row of data, and which answers count.
+
+    `labels` and `words` are in candidate order. A `choice` has its candidates in columns of the row, and a `generation`
+    its answers in the label column. `id_orders` says, per source of data, which label each integer id means.
+    """
+
+    name: str
+    template: str
+    columns: tuple[str, ...]
+    labels: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    family: Family = "masked"
+    kind: Kind = "classification"
+    metric: Metric = "accuracy"
+    max_length: int = 128
+    first_limit: int | None = None
+    """Most tokens of text 0."""
+    other_limit: int | None = None
+    """Most tokens of each other text."""
+    space_prefix: bool = True
+    """Whether label words are looked up with the space that precedes them in running text."""
+    label_column: str = "label"
+    id_orders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    id_order: str | None = None
+    """The source whose id order holds when the data does not say; None: only if all declared sources agree."""
+    label_aliases: Mapping[str, str] = field(default_factory=dict)
+    column_aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    layout: tuple[str, ...] = ()
+    """Columns of the task's files that have no header; '' for one to ignore."""
+    candidates: tuple[str, ...] = ()
+    """For a choice: the columns that hold its candidates, or one column that holds a list of them."""
+    fill: tuple[str, ...] = ()
+    """For a choice: (column, marker): a candidate is that column's text with the candidate in the marker's place."""
+    lower_candidates: bool = False
+    """For a choice: the candidate's first word is lowered, as it goes on a sentence."""
+    rewrite: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Per column, pieces of text that are replaced before the template sees them."""
+    answer_end: str = ""
+    """For a generation: text that ends the answer, so that the model learns to stop."""
+    sample: Mapping[str, Any] = field(default_factory=dict)
+    """A row to show."""
+
+    def __post_init__(self) -> None:
+        try:
+            self._tidy()
+            self._check()
+        except TaskError as error:
+            raise TaskError(f"task {self.name!r}: {error}") from None
+
+    # --- use
+
+    @property
+    def pieces(self) -> Pieces:
+        """The parsed template."""
+        return templates.parse(self.template, self.columns, self.family)
+
+    @property
+    def word_of(self) -> dict[str, str]:
+        """Label name → word."""
+        return dict(zip(self.labels, self.words, strict=True)) if self.words else {}
+
+    def replace(self, **changes: Any) -> Task:
+        """A copy with changes, checked again."""
+        known = [f.name for f in dataclasses.fields(self)]
+        for key in changes:
+            if key not in known:
+                raise TaskError(f"a task has no {key!r}{nearest(key, known)}")
+        return dataclasses.replace(self, **changes)
+
+    def texts(self, example: Example) -> list[str]:
+        """The example's texts in column order, rewritten as the task says."""
+        return [self.text(example, column) for column in self.columns]
+
+    def text(self, example: Example, column: str) -> str:
+        if column not in example.fields:
+            raise TaskError(f"task {self.name!r}: the example has no {column!r}, only {', '.join(example.fields)}")
+        text = str(example.fields[column])
+        for old, new in self.rewrite.get(column, {}).items():
+            text = text.replace(old, new)
+        return text
+
+    def answers(self, example: Example) -> list[str]:
+        """The answers an example is scored on: its candidates, the label words, or its gold answers."""
+        if self.kind == "classification":
+            return list(self.words)
+        if self.kind == "generation":
+            return as_texts(example.fields.get(self.label_column, ()))
+        found = [text for column in self.candidates for text in as_texts(example.fields[column])]
+        if self.lower_candidates:
+            found = [_lower_first_word(text) for text in found]
+        if self.fill:
+            column, marker = self.fill
+            found = [self.text(example, column).replace(marker, text) for text in found]
+        return found
+
+    def render(self, example: Example | None = None) -> str:
+        """The prompt as a person reads it, without a tokenizer; of the task's own sample row by default."""
+        example = example if example is not None else Example(self.sample)
+        return templates.render(self.pieces, self.texts(example))
+
+    def describe(self) -> dict[str, Any]:
+        """What `mezzo tasks show` prints."""
+        shown = self.render() if self.sample else ""
+        about = {"name": self.name, "family": self.family, "kind": self.kind, "template": self.template}
+        return {**about, "words": self.word_of, "metric": self.metric, "example": shown, "max_length": self.max_length}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values that `get_task` turns into an equal task; defaults are left out."""
+        return {
+            f.name: _plain(getattr(self, f.name))
+            for f in dataclasses.fields(self)
+            if f.name in ("name", "family") or getattr(self, f.name) != _default(f)
+        }
+
+    # --- checks
+
+    def _tidy(self) -> None:
+        """Lists become tuples; words may be given by label name."""
+        words = self.words
+        if isinstance(words, Mapping):
+            words = by_label(words, self.labels or tuple(words), "word")
+            object.__setattr__(self, "labels", self.labels or tuple(self.words))
+        object.__setattr__(self, "words", words)
+        for name in ("columns", "labels", "words", "candidates", "fill", "layout"):
+            object.__setattr__(self, name, _strings(name, getattr(self, name)))
+        orders = {source: _strings("id_orders", order) for source, order in self.id_orders.items()}
+        object.__setattr__(self, "id_orders", orders)
+
+    def _check(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise TaskError(f"{name} {value!r} is not one of {', '.join(choices)}{nearest(str(value), choices)}")
+        for name in ("max_length", "first_limit", "other_limit"):
+            value = getattr(self, name)
+            if (value is not None or name == "max_length") and (not isinstance(value, int) or value < 1):
+                raise TaskError(f"{name} is {value!r}; give a positive number of tokens")
+        if not self.columns:
+            raise TaskError("no columns; name the data's text columns, such as columns = ['text']")
+        for name in ("columns", "labels", "words"):
+            _distinct(name, getattr(self, name))
+        if self.kind == "classification":
+            self._check_labels()
+        elif self.family == "masked":
+            raise TaskError(f"a {self.kind} task needs a causal model; set family = 'causal'")
+        if self.kind == "choice" and not self.candidates:
+            raise TaskError("a choice needs candidates: the columns that hold them")
+        templates.parse(self.template, self.columns, self.family)
+
+    def _check_labels(self) -> None:
+        if len(self.labels) < 2:
+            raise TaskError(f"{len(self.labels)} labels; name at least two, such as labels = ['negative', 'positive']")
+        if len(self.words) != len(self.labels):
+            raise TaskError(f"{len(self.words)} words for {len(self.labels)} labels; give one word per label, in order")
+        if empty := [label for label, word in self.word_of.items() if not word.strip()]:
+            raise TaskError(f"the word of label {empty[0]!r} is empty")
+        for source, order in self.id_orders.items():
+            if sorted(order) != sorted(self.labels):
+                raise TaskError(f"the id order of {source!r} is {order}; it must list each of {self.labels} once")
+        if self.id_order is not None and self.id_order not in self.id_orders:
+            known = ", ".join(self.id_orders) or "none"
+            raise TaskError(f"id_order {self.id_order!r} is not declared in id_orders ({known})")
+
+
+@dataclass(frozen=True, slots=True)
+class MLMConfig:
+    """A user's template and label words. Mapping keys are label names, or the data's own integer ids."""
+
+    template: str | None = None
+    label_word_mapping: Mapping[str | int, str] | None = None
+    use_space_prefix: bool = True
+
+    def apply(self, task: Task) -> Task:
+        """`task` with this template and these words.
+
+        Integer keys are translated by the task's id order; where sources disagree on it, the ids themselves become the
+        labels, so that data with those ids needs nothing more.
+        """
+        changes: dict[str, Any] = {"space_prefix": self.use_space_prefix}
+        if self.template is not None:
+            changes["template"] = self.template
+        mapping = dict(self.label_word_mapping or {})
+        ids = {int(key): word for key, word in mapping.items() if str(key).isdecimal() and str(key) not in task.labels}
+        if mapping and len(ids) == len(mapping):
+            orders = set(task.id_orders.values()) if task.id_order is None else {task.id_orders[task.id_order]}
+            if sorted(ids) != list(range(len(task.labels))):
+                raise TaskError(f"label_word_mapping has ids {sorted(ids)}; task {task.name!r} has {len(task.labels)}")
+            if len(orders) == 1:
+                mapping = {label: ids[i] for i, label in enumerate(orders.pop())}
+            else:
+                names = tuple(str(i) for i in sorted(ids))
+                changes |= {"labels": names, "id_orders": {"data": names}, "id_order": "data", "label_aliases": {}}
+                mapping = {str(i): word for i, word in ids.items()}
+        if mapping:
+            changes["words"] = by_label(mapping, changes.get("labels", task.labels), "word")
+        return task.replace(**changes)
+
+
+def by_label(values: Mapping[Any, str], labels: Sequence[str], what: str) -> tuple[str, ...]:
+    """The mapping's values in label order; every label once, and nothing else."""
+    for key in values:
+        if str(key) not in labels:
+            raise TaskError(f"a {what} for {key!r}, not a label of {', '.join(labels)}{nearest(str(key), labels)}")
+    named = {str(key): value for key, value in values.items()}
+    if missing := [label for label in labels if label not in named]:
+        raise TaskError(f"no {what} for label {missing[0]!r}; give one per label")
+    return tuple(named[label] for label in labels)
+
+
+def as_texts(value: Any) -> list[str]:
+    """One text or several, as a list without repetitions: a string, a list of strings, or a `{"text": [...]}`."""
+    if isinstance(value, Mapping):
+        value = value.get("text", value.get("spans", ()))
+    values = [value] if isinstance(value, str) else list(value or ())
+    return list(dict.fromkeys(str(text) for text in values))
+
+
+def _lower_first_word(text: str) -> str:
+    first, space, rest = text.strip().partition(" ")
+    return text.strip() if first == "I" or first.startswith("I'") else first.lower() + space + rest
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TaskError(f"{name} is {value!r}; give a list, such as ['text']")
+    return tuple(str(item) for item in value)
+
+
+def _distinct(name: str, values: Sequence[str]) -> None:
+    for value in values:
+        if values.count(value) > 1:
+            raise TaskError(f"{value!r} is twice in {name}; each must differ")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def _default(f: dataclasses.Field[Any]) -> Any:
+    return f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default

@@ -1,0 +1,133 @@
+"""The values that travel between the parts: small, frozen, free of tensors of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Scores = npt.NDArray[np.float32]
+"""scores[probe, example, candidate], on the host. Defined up to one constant per (probe, example)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One row of data: its fields by column name, and its label's index (-1: unlabelled)."""
+
+    fields: Mapping[str, Any]
+    label: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """An encoded example. `position` is where the words readout looks (the mask; the last token of a causal prompt)."""
+
+    ids: tuple[int, ...]
+    label: int = -1
+    position: int = -1
+    candidates: tuple[tuple[int, ...], ...] = ()
+    segments: tuple[int, ...] = ()
+    answers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Readout:
+    """How an engine turns hidden states into candidate scores.
+
+    `words`: rows `words` of the LM head at each prompt's `position`; as log-probabilities of the whole vocabulary if
+    `vocabulary`. `head`: the logits of a classification head with `classes` outputs. `candidates`: log-probability
+    of each prompt's candidate continuations, summed or averaged over their tokens.
+    """
+
+    kind: Literal["words", "head", "candidates"]
+    words: tuple[int, ...] = ()
+    vocabulary: bool = False
+    classes: int = 0
+    reduce: Literal["mean", "sum"] = "mean"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Prompts that are scored together, the same for every probe of a step."""
+
+    prompts: tuple[Prompt, ...]
+    readout: Readout
+
+    @property
+    def labels(self) -> npt.NDArray[np.int64]:
+        return np.array([prompt.label for prompt in self.prompts], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A point in weight space: θ + Σ scale·z(seed). No terms: θ itself."""
+
+    terms: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A move in weight space: θ ← keep·θ − Σ coef·z(seed). `keep` and every coef are exact float32 values."""
+
+    terms: tuple[tuple[int, float], ...] = ()
+    keep: float = 1.0
+
+    def __post_init__(self) -> None:
+        for value in (self.keep, *(coef for _, coef in self.terms)):
+            assert value == float(np.float32(value)), f"{value!r} is not a float32 value"
+
+    @property
+    def empty(self) -> bool:
+        return self.keep == 1.0 and all(coef == 0.0 for _, coef in self.terms)
+
+
+@dataclass(frozen=True, slots=True)
+class Slope:
+    """One directional derivative estimate: along z(seed), the loss changes by `value` per unit step."""
+
+    seed: int
+    value: float
+
+
+TensorKind = Literal["matrix", "embedding", "norm", "bias", "head", "lora_A", "lora_B", "prefix", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor an engine could train, as `space` sees it: `layer` is its depth in the stack (-1: outside it)."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: TensorKind
+    layer: int = -1
+    linear: bool = False
+    """True when the tensor is the weight of a linear layer with shape (out, in), so that LoRA can attach to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A tensor that is trained, and how its noise looks: rank 0 is dense, r > 0 is U·Vᵀ/√r with ±1 factors."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: TensorKind
+    rank: int = 0
+    decay: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What the journal keeps of a step. `losses` are per probe; a skipped step has no terms and says why."""
+
+    step: int
+    losses: tuple[float, ...]
+    slopes: tuple[float, ...]
+    update: Update
+    lr: float
+    skipped: str = ""

@@ -1,0 +1,64 @@
+"""The plain way: weights written into an ordinary Hugging Face model, one unpadded example at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from mezzo import noise
+from mezzo.space import Space
+from mezzo.types import Batch, Probe, Trained
+
+
+def z_of(trained: Trained, kind: noise.Kind, seed: int) -> np.ndarray:
+    """A tensor's noise by NumPy alone."""
+    if trained.rank:
+        left, right = noise.factors(seed, trained.name, trained.shape, trained.rank)
+        return (left @ right.T) / np.sqrt(np.float32(trained.rank))
+    return noise.dense(kind, seed, trained.name, 0, int(np.prod(trained.shape))).reshape(trained.shape)
+
+
+def written(
+    model: torch.nn.Module,
+    trained: Sequence[Trained],
+    values: dict[str, np.ndarray],
+    kind: noise.Kind,
+    probe: Probe,
+    space: Space,
+) -> torch.nn.Module:
+    """A copy of `model` with the trained `values`, moved to the probe, as its actual weights."""
+    moved = {t.name: values[t.name] + sum(scale * z_of(t, kind, seed) for seed, scale in probe.terms) for t in trained}
+    twin = copy.deepcopy(model)
+    parameters = dict(twin.named_parameters())
+    with torch.no_grad():
+        for name, value in moved.items():
+            if name in parameters:
+                parameters[name].copy_(torch.from_numpy(np.asarray(value, dtype=np.float32)))
+        for name in (n for n in moved if n.endswith("lora_A.weight")):
+            delta = moved[name.replace("lora_A", "lora_B")] @ moved[name] * space.scaling
+            parameters[name.replace("lora_A.weight", "weight")].add_(torch.from_numpy(delta.astype(np.float32)))
+    return twin
+
+
+@torch.no_grad()
+def plain_scores(model: torch.nn.Module, batch: Batch) -> np.ndarray:
+    """scores[B, C] of an ordinary model: full logits, one example at a time."""
+    out = []
+    for prompt in batch.prompts:
+        logits = model(input_ids=torch.tensor([prompt.ids])).logits[0]
+        if batch.readout.kind == "words":
+            at = logits[prompt.position]
+            at = at.log_softmax(-1) if batch.readout.vocabulary else at
+            out.append(at[list(batch.readout.words)].numpy())
+        else:
+            out.append(np.array([_candidate(model, prompt.ids, c, batch.readout.reduce) for c in prompt.candidates]))
+    return np.stack(out)
+
+
+def _candidate(model: torch.nn.Module, ids: tuple[int, ...], candidate: tuple[int, ...], reduce: str) -> float:
+    logits = model(input_ids=torch.tensor([ids + candidate])).logits[0].log_softmax(-1)
+    parts = [float(logits[len(ids) - 1 + i, token]) for i, token in enumerate(candidate)]
+    return sum(parts) / (len(parts) if reduce == "mean" else 1)

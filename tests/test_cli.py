@@ -1,0 +1,97 @@
+"""The verbs as a user runs them, on a tiny model in a folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mezzo.cli import main
+
+FAST = ["--steps", "12", "--batch-size", "4", "--eval-every", "6", "--threads", "1"]
+
+
+@pytest.fixture
+def tiny(tiny_folder: str, tiny_data: str) -> list[str]:
+    return ["--model", tiny_folder, "--task", "sst-2", "--train", tiny_data, "--dev", tiny_data, *FAST]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict, str]:
+    """Exit code, the JSON object of the last line, standard error."""
+    code = main([*arguments, "--json"])
+    out, err = capsys.readouterr()
+    return code, json.loads(out.splitlines()[-1]) if out.strip() else {}, err
+
+
+@pytest.mark.parametrize("space", ["lora", "full", "matrices", "head", "*attention*"])
+def test_train_verify_eval_export(space, tiny, tmp_path, capsys):
+    out = str(tmp_path / "run")
+    code, result, _ = run(capsys, "train", *tiny, "--space", space, "--out", out)
+    assert code == 0
+    assert {"out", "steps", "accuracy", "zero_shot", "zero_shot_calibrated", "zero_slope_share", "digest", "seconds"} <= set(result)
+    assert result["steps"] == 12
+    code, checked, _ = run(capsys, "verify", out)
+    assert (code, checked["ok"], checked["digest"], checked["steps"]) == (0, True, result["digest"], 12)
+    code, evaluated, _ = run(capsys, "eval", out, "--data", tiny[tiny.index("--train") + 1])
+    assert code == 0
+    assert evaluated["accuracy"] == result["accuracy"]
+    assert {"metric", "n", "interval"} <= set(evaluated)
+    code, exported, _ = run(capsys, "export", out, "journal", "--out", str(tmp_path / "j.mezzo"))
+    assert code == 0
+    code, again, _ = run(capsys, "verify", str(tmp_path / "j.mezzo"))
+    assert (again["ok"], again["digest"]) == (True, result["digest"])
+
+
+def test_help_imports_no_torch():
+    code = "import sys, mezzo.cli; mezzo.cli.build().format_help(); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_predict_reads_lines_and_json(tiny, tmp_path, capsys):
+    out = str(tmp_path / "run")
+    run(capsys, "train", *tiny, "--out", out)
+    texts = tmp_path / "texts.txt"
+    texts.write_text("a warm film\n\na dull film\n")
+    assert main(["predict", out, "--data", str(texts)]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["text"] for row in rows] == ["a warm film", "a dull film"] or len(rows) == 2
+    assert all(abs(sum(row["probabilities"].values()) - 1) < 1e-4 for row in rows)
+    assert all(row["label"] == max(row["probabilities"], key=row["probabilities"].get) for row in rows)
+
+
+def test_resume_extends_a_run_to_the_same_weights(tiny, tmp_path, capsys):
+    whole = run(capsys, "train", *tiny, "--out", str(tmp_path / "a"), "--steps", "12")[1]
+    run(capsys, "train", *tiny, "--out", str(tmp_path / "b"), "--steps", "7")
+    resumed = run(capsys, "train", "--resume", str(tmp_path / "b"), "--steps", "12")[1]
+    assert resumed["steps"] == 12
+    assert resumed["digest"] == whole["digest"]
+
+
+MISTAKES = {
+    "no such model": (["train", "--model", "./nowhere"], "no folder ./nowhere"),
+    "bundled typo": (["train", "--model", "mezzo/roberta-mimi"], "there is no bundled model"),
+    "unknown task": (["train", "--task", "sst2x"], "sst"),
+    "bad number": (["train", "--lr", "fast"], "lr must be a number"),
+    "negative eps": (["train", "--eps", "-1"], "eps must be positive"),
+    "unknown space": (["train", "--space", "lorra"], "did you mean 'lora'"),
+    "resume nothing": (["train", "--resume", "nothing-here"], "is not a run folder"),
+    "config typo": (["train", "--config", "CONFIG"], "did you mean 'lr'"),
+    "verify nothing": (["verify", "nothing-here"], "does not exist"),
+    "export kind": (["export", "nothing-here", "zip"], "adapter, model or journal"),
+    "task to show": (["tasks", "show"], "name the task"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_get_one_line_and_exit_2(case, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("CONFIG").write_text("[method]\nlrr = 1\n")
+    arguments, expected = case
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert expected in err
+    assert len(err.strip().splitlines()) == 1
+    assert not list(tmp_path.glob("runs/*"))
