@@ -75,7 +75,10 @@ def open_session(
     return Session.new(resolve(values), observe, function, stated)
 
 
-RESUMABLE = ("steps", "time_limit", "patience", "eval_every", "device", "threads", "snapshot_minutes", "eval_limit")
+RESUMABLE = (
+    *("steps", "time_limit", "patience", "eval_every", "eval_limit", "snapshot_minutes"),
+    *("device", "threads", "tp", "url"),
+)
 
 
 def _refuse_changes(given: Mapping[str, Any], config: str | Path | None) -> None:
@@ -120,7 +123,10 @@ def open_journal(path: str | Path) -> Content:
 
 def base_engine(content: Content, **changes: Any) -> tuple[Engine, assembly.Parts]:
     """The engine a journal starts from: its base model with the trained tensors untouched."""
-    config = from_mapping({**content.header["config"], **{k: v for k, v in changes.items() if v is not None}})
+    given = {k: v for k, v in changes.items() if v is not None}
+    # Weights do not depend on what ran the model: without a word about it, this process rebuilds them itself.
+    here = {"engine": "torch", "tp": 1, "url": ()} if "engine" not in given else {}
+    config = from_mapping({**content.header["config"], **here, **given})
     parts = assembly.prepare(config, get_task(content.header["task"]))
     pad = parts.tokenizer.pad_token_id
     engine = assembly.engine_for(parts.config, content.header["family"], int(content.header["classes"]), pad)
@@ -189,8 +195,13 @@ def evaluate(
     source = data if data is not None else bundled_data(parts.task.name, split)
     if source is None:
         raise DataError(f"task {parts.task.name!r} has no bundled data: pass --data FILE")
-    examples = load_examples(source, parts.task, split=split, id_order=parts.config.id_order)[: parts.config.eval_limit]
-    return evaluate_prompts(engine, parts.encode(examples), parts.readout, parts.task.metric)
+    config = parts.config
+    found = load_examples(source, parts.task, split=split, id_order=config.id_order, encoding=config.encoding)
+    examples = found[: config.eval_limit]
+    try:
+        return evaluate_prompts(engine, parts.encode(examples), parts.readout, parts.task.metric)
+    finally:
+        engine.close()
 
 
 def predict(

@@ -92,8 +92,8 @@ def splits_of(config: RunConfig, task: Task) -> Splits:
     train_source = config.train or bundled_data(task.name, "train")
     if train_source is None:
         raise ConfigError(f"task {task.name!r} has no bundled data: pass --train FILE (and --test FILE)")
-    order = config.id_order
-    train = load_examples(train_source, task, split="train", id_order=order)
+    how: dict[str, Any] = {"id_order": config.id_order, "encoding": config.encoding}
+    train = load_examples(train_source, task, split="train", **how)
     seed = config.seed if config.data_seed is None else config.data_seed
     bundled = config.train is None
     dev_source = config.dev or (bundled_data(task.name, "dev") if bundled else None)
@@ -102,10 +102,10 @@ def splits_of(config: RunConfig, task: Task) -> Splits:
     if config.k:
         train, dev = k_shot(train, config.k, seed, labels=task.labels)
     if dev_source:
-        dev = load_examples(dev_source, task, split="dev", id_order=order)
+        dev = load_examples(dev_source, task, split="dev", **how)
     elif not config.k:
         train, dev = _held_out(train, seed)
-    test = load_examples(test_source, task, split="test", id_order=order) if test_source else dev
+    test = load_examples(test_source, task, split="test", **how) if test_source else dev
     return Splits(train[: config.train_limit], dev[: config.eval_limit], test[: config.eval_limit])
 
 
@@ -145,6 +145,8 @@ def engine_for(config: RunConfig, family: Family, classes: int, pad_id: int | No
         device=config.device,
         threads=config.threads,
         remote_code=config.remote_code,
+        tp=config.tp,
+        urls=config.url,
     )
     return open_engine(config.engine, spec)
 

@@ -27,11 +27,15 @@ class RunConfig:
     """What a run does. Fields are grouped as `mezzo train --help` and the tables of a TOML file group them."""
 
     model: str = option("model", "mezzo/roberta-mini", "bundled name, local folder or hub name")
-    engine: str = option("model", "torch", "what runs the model: torch")
+    engine: str = option("model", "torch", "what runs the model: torch, sglang")
     device: str = option("model", "auto", "cpu, cuda, or auto: a GPU if there is one")
     dtype: str = option("model", "float32", "type of the weights: float32")
     micro_batch: int | None = option("model", None, "examples in one forward; less needs less memory [the whole batch]")
     threads: int | None = option("model", None, "CPU threads [all cores]")
+    tp: int = option("model", 1, "ranks that SGLang splits the model over (tensor parallelism)")
+    url: tuple[str, ...] = option(
+        "model", (), "SGLang servers to use instead of starting one; several share each batch"
+    )
     remote_code: bool = option("model", False, "allow code that comes with a hub model to run")
 
     task: str | None = option("task", None, "task name or TOML file; see 'mezzo tasks' [reviews with the bundled data]")
@@ -43,6 +47,7 @@ class RunConfig:
     id_order: str | None = option(
         "task", None, "whose numbering integer labels follow, where sources differ: hub, lm-bff"
     )
+    encoding: str = option("task", "utf-8", "how the data files encode text, e.g. latin-1")
     template: str | None = option("task", None, "prompt, e.g. '{text} It was [MASK].' [the task's]")
     words: tuple[str, ...] | None = option("task", None, "label words, e.g. negative=bad,positive=good [the task's]")
     max_length: int | None = option(
@@ -70,7 +75,7 @@ class RunConfig:
     steps: int | None = option("method", None, "training steps [1000]")
     batch_size: int | None = option("method", None, "examples a step [64 for masked, 16 for causal models]")
     lr: float | None = option("method", None, "learning rate [by model and space]")
-    schedule: str = option("method", "constant", "learning rate over time: constant, linear, cosine")
+    schedule: str | None = option("method", None, "learning rate over time: constant, linear, cosine [constant]")
     warmup: int = option("method", 0, "steps of linear warm-up")
     eps: float | None = option("method", None, "size of the perturbation [by model and space]")
     samples: int = option("method", 1, "directions a step; each costs two forward passes")
@@ -185,6 +190,7 @@ def _checked(config: RunConfig) -> RunConfig:
     """What can be said without looking at a model or data."""
     positive = (
         "micro_batch",
+        "tp",
         "k",
         "max_length",
         "rank",
@@ -209,6 +215,8 @@ def _checked(config: RunConfig) -> RunConfig:
             raise ConfigError(f"{name} must not be negative, not {value}")
     if not 0 <= config.seed < 2**63:
         raise ConfigError(f"seed must lie between 0 and 2^63, not {config.seed}")
+    if config.engine != "sglang" and (config.url or config.tp != 1):
+        raise ConfigError("--url and --tp belong to SGLang: add --engine sglang")
     for name, choices in CHOICES.items():
         value = getattr(config, name)
         if value is not None and value not in choices:
@@ -217,7 +225,7 @@ def _checked(config: RunConfig) -> RunConfig:
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "engine": ("torch",),
+    "engine": ("torch", "sglang"),
     "dtype": ("float32",),
     "readout": ("auto", "words", "head", "candidates"),
     "noise": ("rademacher", "gaussian", "lowrank"),

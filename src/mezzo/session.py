@@ -55,10 +55,14 @@ class Session:
         trainer_parts = _method(parts.config, objective)
         observe("loading", {"model": config.model, "task": parts.task.name})
         engine = assembly.engine_for(parts.config, parts.family, parts.classes, parts.tokenizer.pad_token_id)
-        engine.check(Batch(train, parts.readout), parts.config.eps or 1e-3)
-        folder = Folder.create(config.out, f"{parts.task.name}-{_word(parts.config.space)}")
-        folder.write_config({**parts.config.to_dict(), "out": str(folder.path)})
-        journal = Journal.create(folder.path, assembly.header_of(parts, engine, train))
+        try:
+            engine.check(Batch(train, parts.readout), parts.config.eps or 1e-3)
+            folder = Folder.create(config.out, f"{parts.task.name}-{_word(parts.config.space)}")
+            folder.write_config({**parts.config.to_dict(), "out": str(folder.path)})
+            journal = Journal.create(folder.path, assembly.header_of(parts, engine, train))
+        except BaseException:
+            engine.close()  # an engine may hold processes of its own
+            raise
         session = cls._joined(parts, splits, engine, folder, journal, trainer_parts, (train, dev, test), observe)
         session._announce(len(train), len(dev))
         session._evaluate_zero_shot()
@@ -232,9 +236,8 @@ class Session:
             self.engine.load_state(found[0])
             if self.engine.digest() == found[1]:
                 return
-        fresh = assembly.engine_for(
-            self.parts.config, self.parts.family, self.parts.classes, self.parts.tokenizer.pad_token_id
-        )
+        config = self.parts.config.replace(engine="torch", tp=1, url=())  # the same weights, whatever ran the model
+        fresh = assembly.engine_for(config, self.parts.family, self.parts.classes, self.parts.tokenizer.pad_token_id)
         from mezzo.journal import read
 
         bring_to(fresh, read(self.folder.path).records, step)
@@ -259,6 +262,7 @@ def _method(config: RunConfig, objective: Objective | None) -> tuple[Spsa, Sgd, 
     assert config.lr is not None and config.eps is not None and config.steps is not None
     name = "cross_entropy" if config.objective == "vocabulary_cross_entropy" else config.objective
     chosen = get_objective(objective or name)
+    assert config.schedule is not None
     rate = schedule(config.schedule, config.lr, config.steps, config.warmup)
     return Spsa(config.seed, config.eps, config.samples), Sgd(rate, config.weight_decay or 0.0, config.clip), chosen
 

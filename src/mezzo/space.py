@@ -159,7 +159,8 @@ def _decays(space: Space, kind: str) -> bool:
 
 
 def _is_pattern(text: str) -> bool:
-    return any(sign in text for sign in "*?[")
+    """A glob, or a dotted name that stands for itself."""
+    return any(sign in text for sign in "*?[.")
 
 
 def _shown(names: Iterable[str]) -> str:

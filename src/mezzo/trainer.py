@@ -13,7 +13,7 @@ from typing import Any
 
 from mezzo.batches import Batches
 from mezzo.engines.base import Engine
-from mezzo.errors import RunFailed
+from mezzo.errors import JournalError, RunFailed
 from mezzo.estimators import Estimator
 from mezzo.evaluate import Evaluation
 from mezzo.journal import Journal
@@ -160,7 +160,10 @@ class MeZOTrainer:
         digest = self.engine.digest()
         self.journal.mark(self.step, digest)
         best = self.best
-        self.snapshots.save(self.step, self.engine.state(), digest, keep=(best.step,) if best else ())
+        try:
+            self.snapshots.save(self.step, self.engine.state(), digest, keep=(best.step,) if best else ())
+        except JournalError as error:  # a cache: the run can do without it
+            self.notify("warning", {"step": self.step, "text": f"no snapshot was saved: {error}"})
 
     def _finish(self) -> None:
         """The journal ends with the digest of what it leads to."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +33,25 @@ BERT = {
 
 def corpus() -> list[str]:
     words = sorted({word for task in list_tasks() for word in task.words})
-    common = "a the it It was is not film movie play man goat river and of on in to This This is very fun long".split()
+    common = [
+        "a",
+        "the",
+        "it",
+        "It",
+        "was",
+        "is",
+        "not",
+        "film",
+        "movie",
+        "man",
+        "and",
+        "of",
+        "on",
+        "in",
+        "to",
+        "This",
+        "very",
+    ]
     lines = []
     for i in range(600):
         lines.append(" ".join((words + common)[(i * 7 + j * (i % 11 + 3)) % len(words + common)] for j in range(10)))
@@ -66,7 +85,11 @@ def unigram(**options: Any) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     trainer = trainers.UnigramTrainer(
-        vocab_size=400, special_tokens=_specials(ROBERTA), unk_token="<unk>", show_progress=False
+        vocab_size=400,
+        special_tokens=_specials(ROBERTA),
+        unk_token="<unk>",
+        initial_alphabet=list("<>/[]"),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(corpus(), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{**ROBERTA, **options})
@@ -123,6 +146,12 @@ def tokenizers() -> dict[str, PreTrainedTokenizerFast]:
 @pytest.fixture(scope="session", params=list(MAKERS))
 def tokenizer(request: pytest.FixtureRequest, tokenizers: dict[str, PreTrainedTokenizerFast]) -> Any:
     return tokenizers[request.param]
+
+
+@pytest.fixture(scope="session")
+def make() -> SimpleNamespace:
+    """The makers themselves, for tokenizers with other special tokens."""
+    return SimpleNamespace(byte_level=byte_level, unigram=unigram, wordpiece=wordpiece)
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,8 @@ GROUPS = {
     "method": "method",
     "run": "run",
 }
-MODEL_OPTIONS = ("model", "device", "dtype", "micro_batch", "threads", "remote_code")
-TASK_OPTIONS = ("task", "id_order", "template", "words", "max_length", "readout")
+MODEL_OPTIONS = ("model", "engine", "device", "dtype", "micro_batch", "threads", "tp", "url", "remote_code")
+TASK_OPTIONS = ("task", "id_order", "encoding", "template", "words", "max_length", "readout")
 
 
 class Formatter(argparse.HelpFormatter):

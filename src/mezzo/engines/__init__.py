@@ -7,7 +7,7 @@ import importlib
 from mezzo.engines.base import Engine, EngineSpec
 from mezzo.errors import ConfigError, nearest
 
-ENGINES = {"torch": "mezzo.engines.torch:open_engine"}
+ENGINES = {"torch": "mezzo.engines.torch:open_engine", "sglang": "mezzo.engines.sglang:open_engine"}
 
 
 def open_engine(name: str, spec: EngineSpec) -> Engine:

@@ -42,6 +42,8 @@ class EngineSpec:
     device: str = "auto"
     threads: int | None = None
     remote_code: bool = False
+    tp: int = 1
+    urls: tuple[str, ...] = ()
 
 
 class Engine(Protocol):

@@ -47,8 +47,9 @@ class _Part:
 class Encoder:
     """Encodes examples of `task` for the model that `tokenizer` belongs to.
 
-    `demonstrations` is a pool of labelled examples; one per label joins each prompt. `demo_choice` of `encode` is the
-    sampling number, or (example index, sampling number).
+    Texts are cut to fit `max_length` (the task's, unless given), the template never. `demonstrations` is a pool of
+    labelled examples; one per label joins each prompt, chosen by (`seed`, example index, sampling number): `demo_choice`
+    is the sampling number, or (example index, sampling number).
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Encoder:
             self._demos = Demonstrations(self.task, demonstrations, seed) if demonstrations else None
             self._answers = self._label_answers()
             self._parts = self._plan()
-            self._fixed = sum(self._most(part) for part in self._parts)
+            self._fixed = max(1, sum(self._most(part) for part in self._parts))
             self.max_length = self._choose_length(max_length)
         except TaskError as error:
             prefix = f"task {self.task.name!r}: "

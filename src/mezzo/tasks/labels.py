@@ -25,7 +25,8 @@ class Labels:
     def __init__(self, task: Task, id_order: IdOrder = None) -> None:
         self.task = task
         self._index = {_key(label): i for i, label in enumerate(task.labels)}
-        self._index |= {_key(alias): task.labels.index(label) for alias, label in task.label_aliases.items()}
+        aliases = {alias: label for alias, label in task.label_aliases.items() if label in task.labels}
+        self._index |= {_key(alias): task.labels.index(label) for alias, label in aliases.items()}
         self._ids: dict[int, int] | None = None
         self._why_not = self._no_order()
         if id_order is not None:

@@ -144,7 +144,7 @@ def _from_object(source: Any, split: str | None) -> Records:
 def _examples(found: Records, ask: _Ask) -> Iterator[Example]:
     task, labels, labelled = ask.task, ask.labels, ask.labelled
     chosen: dict[str, str] = {}
-    known: tuple[str, ...] = ()
+    known: tuple[str, ...] | None = None
     for number, raw in _opened(found):
         where = found.where(number)
         row = layout.flat(raw)

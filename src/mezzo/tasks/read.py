@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mezzo.errors import DataError, nearest
+from mezzo.errors import DataError
 
 MAX_LINE = 10_000_000
 """Longest line in bytes. Longer ones are some other kind of file, and would fill the memory."""
@@ -53,8 +53,7 @@ def read(path: Path, encoding: str = "utf-8") -> Records | Sheet:
     }
     suffix = path.suffix.lower()
     if suffix not in readers:
-        known = ", ".join(readers)
-        raise DataError(f"{path}: unknown kind of file {suffix!r}; use one of {known}{nearest(suffix, readers)}")
+        raise DataError(f"{path}: unknown kind of file {suffix!r}; use one of {', '.join(readers)}")
     try:
         content = readers[suffix](path, encoding)
     except OSError as error:
@@ -72,8 +71,8 @@ def lines(path: Path, encoding: str = "utf-8") -> Iterator[tuple[int, str]]:
             number += 1
             if len(raw) > MAX_LINE:
                 raise DataError(f"{path}, line {number}: longer than {MAX_LINE:,} bytes; is this a data file?")
-            if number == 1 and raw.startswith((b"\xff\xfe", b"\xfe\xff")) and encoding == "utf-8":
-                raise DataError(f"{path}, line 1: encoded as UTF-16; save it as UTF-8, or pass encoding='utf-16'")
+            if number == 1 and raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+                raise DataError(f"{path}, line 1: encoded as UTF-16; save the file as UTF-8")
             try:
                 yield number, raw.decode(encoding).removeprefix("\ufeff" if number == 1 else "")
             except UnicodeDecodeError as error:

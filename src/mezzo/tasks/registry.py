@@ -38,12 +38,14 @@ def get_task(spec: str | Path | Mapping[str, Any] | Task, family: Family | None 
 
     A name such as `sst-2` is in both families: masked unless `family` says otherwise.
     """
+    default = {"family": family} if family else {}
     if isinstance(spec, Task):
         task = spec
     elif isinstance(spec, Mapping):
-        task = task_from(spec, "your task")
+        task = task_from({**default, **spec}, "your task")
     elif str(spec).endswith(".toml"):
-        task = _from_toml(Path(spec))
+        path = Path(spec)
+        task = task_from({**default, **_read_toml(path)}, str(path), name=path.stem)
     else:
         return _by_name(str(spec), family)
     if family is not None and task.family != family:
@@ -65,14 +67,13 @@ def task_from(values: Mapping[str, Any], source: str, name: str = "custom") -> T
     return Task(**row)
 
 
-def _from_toml(path: Path) -> Task:
+def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise TaskError(f"cannot read the task file {str(path)!r}: {error.strerror or error}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise TaskError(f"{path}: not valid TOML: {error}") from None
-    return task_from(values, str(path), name=path.stem)
 
 
 def _by_name(name: str, family: Family | None) -> Task:

@@ -143,6 +143,12 @@ class Task:
 
     def _tidy(self) -> None:
         """Lists become tuples; words may be given by label name."""
+        for name in ("name", "template", "label_column", "answer_end"):
+            if not isinstance(getattr(self, name), str):
+                raise TaskError(f"{name} is {getattr(self, name)!r}; give a text")
+        for name in ("id_orders", "label_aliases", "column_aliases", "rewrite", "sample"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise TaskError(f"{name} is {getattr(self, name)!r}; give a table")
         words = self.words
         if isinstance(words, Mapping):
             words = by_label(words, self.labels or tuple(words), "word")
@@ -150,8 +156,9 @@ class Task:
         object.__setattr__(self, "words", words)
         for name in ("columns", "labels", "words", "candidates", "fill", "layout"):
             object.__setattr__(self, name, _strings(name, getattr(self, name)))
-        orders = {source: _strings("id_orders", order) for source, order in self.id_orders.items()}
-        object.__setattr__(self, "id_orders", orders)
+        for name in ("id_orders", "column_aliases"):
+            table = {key: _strings(name, value) for key, value in getattr(self, name).items()}
+            object.__setattr__(self, name, table)
 
     def _check(self) -> None:
         for name, choices in _CHOICES.items():

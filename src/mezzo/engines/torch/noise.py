@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -49,11 +51,16 @@ class NoiseSource:
 
     def packed(self, seed: int, name: str, count: int, kind: noise.Kind | None = None) -> Tensor:
         """The stream's bytes for `count` elements, rounded up to 64 elements, on the device."""
-        key = (seed, name)
+        return self._remembered((seed, name), lambda: _whole(kind or self.kind, seed, name, count))
+
+    def packed_side_by_side(self, seed: int, tensors: Sequence[tuple[str, int]]) -> Tensor:
+        """`packed` of several (name, count), one behind the other: one transfer to the device instead of many."""
+        key = (seed, "\n".join(name for name, _ in tensors))
+        return self._remembered(key, lambda: np.concatenate([_whole(self.kind, seed, *tensor) for tensor in tensors]))
+
+    def _remembered(self, key: tuple[int, str], make: Callable[[], npt.NDArray[np.uint8]]) -> Tensor:
         if (found := self._bytes.get(key)) is None:
-            raw, _ = noise.packed(kind or self.kind, seed, name, 0, -(-count // ALIGN) * ALIGN)
-            found = torch.from_numpy(raw).to(self.device, non_blocking=True)
-            self._bytes[key] = found
+            found = self._bytes[key] = torch.from_numpy(make()).to(self.device, non_blocking=True)
             self._held += found.numel()
             while self._held > CACHED_BYTES and len(self._bytes) > 1:
                 self._held -= self._bytes.popitem(last=False)[1].numel()
@@ -67,6 +74,10 @@ class NoiseSource:
         """Drop what was remembered: the step is over."""
         self._bytes.clear()
         self._held = 0
+
+
+def _whole(kind: noise.Kind, seed: int, name: str, count: int) -> npt.NDArray[np.uint8]:
+    return noise.packed(kind, seed, name, 0, -(-count // ALIGN) * ALIGN)[0]
 
 
 def _signs(packed: Tensor, out: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ from mezzo.engines.torch.noise import ALIGN, NoiseSource
 from mezzo.errors import ModelError
 from mezzo.types import Probe, Trained, Update
 
-SMALL = 64 * 1024  # elements; a larger tensor is perturbed on its own
+SMALL = 64 * 1024  # elements; a larger matrix is perturbed on its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class Flat:
         return self.values[slot.start : slot.start + slot.count].view(slot.trained.shape)
 
     def noise(self, source: NoiseSource, seed: int) -> Tensor:
-        packed = torch.cat([source.packed(seed, slot.trained.name, slot.count) for slot in self.slots])
-        return source.spread(packed, None)[: self.values.numel()]
+        packed = source.packed_side_by_side(seed, [(slot.trained.name, slot.count) for slot in self.slots])
+        return source.spread(packed, None)
 
 
 class Population:
@@ -63,8 +63,8 @@ class Population:
         self.source = source
         self.frozen = dict(frozen or {})  # LoRA factors that take part in the forward but are not trained
         self.trained = {trained.name: trained for trained, _ in tensors}
-        small = [(t, v) for t, v in tensors if t.rank == 0 and v.numel() <= SMALL]
-        self.large = {t.name: v.detach() for t, v in tensors if t.rank or v.numel() > SMALL}
+        small = [(t, v) for t, v in tensors if not _is_large(t, v)]
+        self.large = {t.name: v.detach() for t, v in tensors if _is_large(t, v)}
         self.flats = [
             Flat(group) for decay in (True, False) if (group := [(t, v) for t, v in small if t.decay == decay])
         ]
@@ -212,6 +212,13 @@ class Population:
                 block = values[:, slot.start : slot.start + slot.count]
                 found[slot.trained.name] = block.reshape(self.members, *slot.trained.shape)
         return found
+
+
+def _is_large(trained: Trained, tensor: Tensor) -> bool:
+    """Matrices of the model that are worth perturbing one at a time. Vectors and LoRA factors never are."""
+    if trained.rank:
+        return True
+    return tensor.ndim == 2 and tensor.numel() > SMALL and trained.kind not in ("lora_A", "lora_B")
 
 
 def _decay(tensor: Tensor, keep: float, decays: bool) -> None:

@@ -1,0 +1,177 @@
+"""Results on real tasks: every (task, k, seed, method) as a run of its own, several at a time; one JSON line each.
+
+python benchmarks/results.py --data DIR --tasks sst-2,trec --k 16,512 --seeds 13,21,42 --methods full,lora,accuracy,adam
+python benchmarks/results.py --table results.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+FILES = {
+    "sst-2": ("SST-2/train.tsv", "SST-2/dev.tsv"),
+    "sst-5": ("SST-5/train.txt", "SST-5/test.txt"),
+    "mr": ("MR/all.txt", "MR/all.txt"),
+    "trec": ("TREC/train.txt", "TREC/test.txt"),
+    "rte": ("RTE/train.tsv", "RTE/dev.tsv"),
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {"space": "full"},
+    "lora": {"space": "lora"},
+    "accuracy": {"space": "full", "objective": "accuracy", "eps": 1e-2},
+}
+
+
+def one(job: dict[str, Any]) -> dict[str, Any]:
+    """One run in this process, through the public interface."""
+    method = job["options"].pop("method")
+    began = time.monotonic()
+    if method == "adam":
+        import adam
+
+        found = adam.finetune(job["options"], **job.get("adam", {}))
+    else:
+        import mezzo
+
+        with tempfile.TemporaryDirectory() as out:
+            run = mezzo.finetune(**job["options"], out=out)
+        found = run.to_dict()
+    keys = (
+        "value",
+        "interval",
+        "zero_shot",
+        "zero_shot_calibrated",
+        "best_step",
+        "steps",
+        "zero_slope_share",
+        "forward_passes",
+        "digest",
+    )
+    return {**job["key"], **{k: found[k] for k in keys if k in found}, "seconds": round(time.monotonic() - began, 1)}
+
+
+def jobs_of(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The grid, longest first, so that the last to finish are short."""
+    jobs = []
+    grid = itertools.product(
+        options.methods.split(","), options.k.split(","), options.tasks.split(","), options.seeds.split(",")
+    )
+    for method, k, task, seed in grid:
+        name, _, changes = method.partition("@")
+        train, test = FILES[task]
+        chosen: dict[str, Any] = {
+            "model": options.model,
+            "task": task,
+            "train": str(options.data / train),
+            "test": str(options.data / test),
+            "k": int(k),
+            "seed": int(seed),
+            "data_seed": int(seed),
+            "eval_limit": 1000,
+            "device": options.device,
+            "threads": 1,
+            "method": name,
+        }
+        if task in ("trec", "mr"):
+            chosen["encoding"] = "latin-1"
+        job = {"key": {"task": task, "k": int(k), "seed": int(seed), "method": method}, "options": chosen}
+        extra = dict(pair.split("=") for pair in changes.split(":")) if changes else {}
+        if name == "adam":
+            job["adam"] = {
+                "epochs": 10 if int(k) > 100 else 30,
+                **{key: int(value) if key == "epochs" else float(value) for key, value in extra.items()},
+            }
+        else:
+            chosen.update({**METHODS[name], "steps": options.steps, "batch_size": 64, **extra})
+        jobs.append(job)
+    return jobs
+
+
+def run_all(jobs: list[dict[str, Any]], at_once: int, out: Path, limit: float) -> None:
+    began, waiting, running = time.monotonic(), list(jobs), []
+    with out.open("a") as file:
+        while waiting or running:
+            if time.monotonic() - began > limit:
+                print(f"time is up: {len(waiting)} not started, {len(running)} stopped", flush=True)
+                for _, process in running:
+                    process.kill()
+                return
+            while waiting and len(running) < at_once:
+                job = waiting.pop(0)
+                command = [sys.executable, __file__, "--one", json.dumps(job)]
+                running.append(
+                    (job, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+                )
+            for job, process in list(running):
+                if process.poll() is not None:
+                    running.remove((job, process))
+                    text, error = process.communicate()
+                    line = (
+                        text.strip().splitlines()[-1]
+                        if process.returncode == 0
+                        else json.dumps({**job["key"], "error": error[-800:]})
+                    )
+                    file.write(line + "\n")
+                    file.flush()
+                    print(line, flush=True)
+            time.sleep(0.1)
+
+
+def table(path: Path) -> None:
+    """Mean ± standard deviation over seeds, in percent."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if "error" not in row:
+            groups.setdefault((row["task"], row["k"], row["method"]), []).append(row)
+    print(
+        "| task | k | method | zero-shot | calibrated | result | seeds | forward passes |\n|---|---|---|---|---|---|---|---|"
+    )
+    for (task, k, method), found in sorted(groups.items()):
+        zero, calibrated = (100 * found[0][key] for key in ("zero_shot", "zero_shot_calibrated"))
+        values = [100 * row["value"] for row in found]
+        spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+        passes = found[0].get("forward_passes", "–")
+        print(
+            f"| {task} | {k} | {method} | {zero:.1f} | {calibrated:.1f} | {statistics.mean(values):.1f}{spread} | {len(values)} | {passes} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--table", type=Path, help="print the table of a results file")
+    parser.add_argument("--model", default="mezzo/roberta-mini")
+    parser.add_argument("--data", type=Path, help="folder with the data sets, laid out as GLUE and LM-BFF have them")
+    parser.add_argument("--tasks", default="sst-2")
+    parser.add_argument("--k", default="16,512")
+    parser.add_argument("--seeds", default="13,21,42")
+    parser.add_argument(
+        "--methods", default="full,lora,accuracy,adam", help="with changes as full@lr=1e-5:schedule=linear"
+    )
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--at-once", type=int, default=8, help="runs that share the device")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which to stop")
+    parser.add_argument("--out", type=Path, default=Path("results.jsonl"))
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(one(json.loads(options.one))))
+    elif options.table:
+        table(options.table)
+    else:
+        run_all(jobs_of(options), options.at_once, options.out, options.limit)
+        table(options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""What pretrain_mlm.py and pretrain_clm.py share: options, training loop, zero-shot evaluation, the saved folder."""
+
+import argparse
+import contextlib
+import csv
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pretrain_data import Corpus, Mix, build_corpus, read_documents
+from pretrain_tokenizer import train_tokenizer, wrap
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+Loss = Callable[[PreTrainedModel, int, int], Tensor]  # (model, rows, length) → the loss of one fresh batch
+Evaluate = Callable[[PreTrainedModel], dict[str, float]]
+
+
+def parse_options(description: str, *, lengths: str, minutes: float, ffn: int) -> argparse.Namespace:
+    """The command line. The defaults are the recipe of the bundled models."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("text", type=Path, help="text to learn from, one document a line (.txt, .xz or .gz)")
+    add("--out", type=Path, required=True, help="folder to write the model and its tokenizer to")
+    add("--tokenizer", type=Path, help="folder or tokenizer.json to use; without it one is trained on the text")
+    add("--vocab", type=int, default=8000, help="tokens of a tokenizer trained here")
+    add("--max-docs", type=int, help="read no more documents than this")
+    add("--layers", type=int, default=6, help="transformer layers")
+    add("--hidden", type=int, default=256, help="hidden size")
+    add("--heads", type=int, default=4, help="attention heads")
+    add("--ffn", type=int, default=ffn, help="inner size of the feed-forward layers")
+    add("--minutes", type=float, default=minutes, help="time to train; the learning rate reaches 0 at its end")
+    add("--tokens", type=float, help="train on this many tokens instead of for a time")
+    add("--lengths", default=lengths, help="row lengths and their shares of the tokens")
+    add("--batch-tokens", type=int, default=131_072, help="tokens a step, padding included")
+    add("--lr", type=float, default=2e-3, help="peak learning rate, falling linearly to 0")
+    add("--warmup", type=int, default=300, help="steps of linear warm-up")
+    add("--weight-decay", type=float, default=0.05, help="AdamW's, on matrices")
+    add("--focus", type=float, default=Mix.focus, help="share of rows around a short sentence with an opinion word")
+    add("--treebank", type=float, default=Mix.treebank, help="share of rows that begin in SST-2's spelling")
+    add("--heldout", type=float, default=0.01, help="share of the documents, the last ones, kept for evaluation")
+    add("--eval-tsv", type=Path, help="SST-2 style file (sentence, label 0 or 1) for zero-shot accuracy")
+    add("--seed", type=int, default=0, help="seed of the weights and of the sampling")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, cuda:1, cpu")
+    add("--compile", action=argparse.BooleanOptionalAction, default=None, help="torch.compile; on a GPU by default")
+    args = parser.parse_args()
+    args.compile = torch.device(args.device).type == "cuda" if args.compile is None else args.compile
+    try:
+        args.lengths = {int(n): float(share) for n, share in (item.split(":") for item in args.lengths.split(","))}
+    except ValueError as error:
+        raise SystemExit(f"error: --lengths must look like 64:0.5,128:0.5, not {args.lengths!r}") from error
+    for path in (args.text, args.tokenizer, args.eval_tsv):
+        if path is not None and not path.exists():
+            raise SystemExit(f"error: no such file: {path}")
+    if args.hidden % args.heads:
+        raise SystemExit(f"error: --hidden {args.hidden} is not a multiple of --heads {args.heads}")
+    if args.vocab > 32_767:
+        raise SystemExit("error: --vocab must be below 32,768: tokens are kept in 16 bits")
+    return args
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything a training script needs before it builds its model."""
+
+    args: argparse.Namespace
+    tokenizer: Tokenizer
+    train: Corpus
+    heldout: Corpus
+    sentiment: list[tuple[str, int]]  # of --eval-tsv
+    device: torch.device
+
+    @property
+    def specials(self) -> tuple[int, int, int]:
+        bos, pad, eos = (self.tokenizer.token_to_id(token) for token in ("<s>", "<pad>", "</s>"))
+        return bos, pad, eos
+
+    @property
+    def mix(self) -> Mix:
+        return Mix(self.args.focus, self.args.treebank)
+
+    def generator(self, seed: int) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(seed)
+
+
+def prepare(args: argparse.Namespace, *, end: bool) -> Setup:
+    """Read and tokenise the text. `end`: mark where a document ends (for a causal model)."""
+    began = time.monotonic()
+    device = torch.device(args.device)
+    try:
+        documents = read_documents(args.text, args.max_docs)
+        sentiment = read_sentiment(args.eval_tsv) if args.eval_tsv else []
+        keep = max(1, round(len(documents) * args.heldout))
+        if len(documents) < 20:
+            raise ValueError(f"{args.text} has {len(documents)} documents; at least 20 are needed, one a line")
+        if args.tokenizer:
+            path = args.tokenizer / "tokenizer.json" if args.tokenizer.is_dir() else args.tokenizer
+            tokenizer = Tokenizer.from_file(str(path))
+        else:
+            tokenizer = train_tokenizer(documents, args.vocab)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from error
+    ids = [tokenizer.token_to_id(token) for token in ("</s>", "<s>")] if end else []
+    # Worker processes start in here, so it comes before the first use of the GPU.
+    train, heldout = (
+        build_corpus(documents[:-keep], tokenizer, end=ids),
+        build_corpus(documents[-keep:], tokenizer, end=ids),
+    )
+    train, heldout = train.to(device), heldout.to(device)
+    print(
+        f"{len(documents) - keep} documents, {train.plain_tokens / 1e6:.2f}M tokens, "
+        f"{keep} held out; ready in {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
+    return Setup(args, tokenizer, train, heldout, sentiment, device)
+
+
+def read_sentiment(path: Path) -> list[tuple[str, int]]:
+    """The rows of an SST-2 style tsv: a header, then a sentence and 0 (negative) or 1 (positive)."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))[1:]
+    if not rows or any(len(row) != 2 or row[1] not in ("0", "1") for row in rows):
+        raise ValueError(f"{path} is not a tsv with a header and the columns sentence, label (0 or 1)")
+    return [(row[0].strip(), int(row[1])) for row in rows]
+
+
+def zero_shot(margins: Tensor, labels: list[int]) -> dict[str, float]:
+    """Accuracy of margin > 0, and of margin > its median (calibrated: no label is used), in percent."""
+    gold = torch.tensor(labels, device=margins.device, dtype=torch.bool)
+    return {
+        "zero_shot": 100 * ((margins > 0) == gold).float().mean().item(),
+        "zero_shot_calibrated": 100 * ((margins > margins.median()) == gold).float().mean().item(),
+        "said_positive": 100 * (margins > 0).float().mean().item(),
+    }
+
+
+def fit(model: PreTrainedModel, setup: Setup, loss_of: Loss, evaluate: Evaluate) -> dict[str, float]:
+    """Train until the budget is spent, and say what it took. Progress is time or tokens, so the rate ends at 0."""
+    args, cuda = setup.args, setup.device.type == "cuda"
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), fused=cuda)
+    lengths, shares = list(args.lengths), list(args.lengths.values())
+    pick = random.Random(args.seed)
+    step, seen, report, began = 0, 0, 0.0, time.monotonic()
+    model.train()
+    while (done := seen / args.tokens if args.tokens else (time.monotonic() - began) / (60 * args.minutes)) < 1:
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * min(1, (step + 1) / args.warmup) * (1 - done)
+        length = pick.choices(lengths, shares)[0]
+        rows = max(1, args.batch_tokens // length)
+        with autocast(setup.device):
+            loss = loss_of(model, rows, length)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step, seen = step + 1, seen + rows * length
+        if step % 25 == 0 or args.tokens:
+            value = loss.item()  # waits for the device: without it the clock would run behind the queue
+            if done >= report:
+                report += 0.1
+                seconds = time.monotonic() - began
+                results = " ".join(f"{k} {v:.3f}" for k, v in check(model, setup.device, evaluate).items())
+                print(f"{done:4.0%} step {step} loss {value:.3f} {seen / seconds / 1e6:.2f}M tok/s; {results}", flush=True)
+    if cuda:
+        torch.cuda.synchronize()
+    return {"steps": step, "tokens": seen, "seconds": round(time.monotonic() - began, 1)}
+
+
+def autocast(device: torch.device) -> contextlib.AbstractContextManager:
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def check(model: PreTrainedModel, device: torch.device, evaluate: Evaluate) -> dict[str, float]:
+    """Evaluate in eval mode, uncompiled: other shapes would make the compiler start again."""
+    model.eval()
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"), autocast(device):
+        results = evaluate(model)
+    model.train()
+    return results
+
+
+def finish(model: PreTrainedModel, setup: Setup, tokenizer: PreTrainedTokenizerFast, cost: dict, evaluate: Evaluate) -> None:
+    """Round the weights to fp16, evaluate the rounded weights in fp32, and write the Hugging Face folder."""
+    out: Path = setup.args.out
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.half())
+    results = {}
+    model.eval()
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        results = {name: round(value, 4) for name, value in evaluate(model).items()}
+    model.half().save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    options = {k: v.name if isinstance(v, Path) else v for k, v in vars(setup.args).items() if k != "out"}
+    gpu = torch.cuda.get_device_name(setup.device) if setup.device.type == "cuda" else f"{os.cpu_count()} CPU cores"
+    record = {"options": options, "device": gpu, "torch": torch.__version__, **cost, "results": results}
+    (out / "pretraining.json").write_text(json.dumps(record, indent=2) + "\n")
+    print(json.dumps({**cost, **results}))
+    print(f"{model.num_parameters() / 1e6:.2f}M parameters written to {out}")
+
+
+__all__ = ["Setup", "check", "finish", "fit", "parse_options", "prepare", "wrap", "zero_shot"]

@@ -1,0 +1,104 @@
+"""Train the byte-level BPE tokenizer of the bundled models: `python scripts/pretrain_tokenizer.py TEXT --out DIR`."""
+
+import argparse
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from pretrain_data import read_documents, sentences, treebank_form
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+SPECIALS = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "mask": "<mask>"}  # ids 0..4, as in RoBERTa
+LABEL_WORDS = [
+    "terrible",
+    "great",
+    "bad",
+    "okay",
+    "good",
+    "subjective",
+    "objective",
+    "incorrect",
+    "correct",
+    "Description",
+    "Entity",
+    "Expression",
+    "Human",
+    "Location",
+    "Number",
+    "Yes",
+    "No",
+    "Maybe",
+]
+BARE_WORDS = ["Yes", "No", "Maybe"]
+# A merge happens in order of frequency, and the last merges of an 8,000-token vocabulary on 130 MB occur about
+# 2,000 times: a word repeated this often is one token, whatever the text says, and the other counts hardly move.
+REPEATS = 20_000
+
+
+def _training_text(documents: Iterable[str]) -> Iterator[str]:
+    """The text, every fourth document in treebank form, then the words that must be one token each."""
+    for i, document in enumerate(documents):
+        yield " ".join(map(treebank_form, sentences(document))) if i % 4 == 3 else document
+    for _ in range(REPEATS // 100):
+        yield "".join(f" {word}" for word in LABEL_WORDS) * 100
+        # A line break ends a pre-token, so the word after it has no leading space.
+        yield "".join(f"{word}\n" for word in BARE_WORDS) * 100
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE with RoBERTa's five special tokens and every label word as one token."""
+    tokenizer = Tokenizer(models.BPE(unk_token=SPECIALS["unk"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = [AddedToken(t, lstrip=t == SPECIALS["mask"], normalized=False, special=True) for t in SPECIALS.values()]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=specials,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_training_text(documents), trainer)
+    wanted = [f" {word}" for word in LABEL_WORDS] + BARE_WORDS
+    broken = [word for word in wanted if len(tokenizer.encode(word).ids) != 1]
+    if broken:
+        raise ValueError(f"{broken} are not single tokens in a vocabulary of {vocab_size}; use a larger --vocab")
+    return tokenizer
+
+
+def wrap(tokenizer: Tokenizer, *, eos: bool, max_length: int) -> PreTrainedTokenizerFast:
+    """The Hugging Face tokenizer: `<s> text </s>` for a masked model (eos), `<s> text` for a causal one."""
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    bos_id, eos_id = (tokenizer.token_to_id(SPECIALS[name]) for name in ("bos", "eos"))
+    if bos_id is None or eos_id is None:
+        raise ValueError(f"the tokenizer has no {SPECIALS['bos']} or no {SPECIALS['eos']}")
+    end = f" {SPECIALS['eos']}" if eos else ""
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{SPECIALS['bos']} $A{end}",
+        pair=f"{SPECIALS['bos']} $A{end}{end} $B{end}",
+        special_tokens=[(SPECIALS["bos"], bos_id), (SPECIALS["eos"], eos_id)],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+        mask_token=AddedToken(SPECIALS["mask"], lstrip=True, normalized=False, special=True),
+        **{f"{name}_token": SPECIALS[name] for name in ("bos", "pad", "eos", "unk")},
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("text", type=Path, help="text, one document a line (.txt, .xz or .gz)")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write the Hugging Face tokenizer to")
+    parser.add_argument("--vocab", type=int, default=8000, help="number of tokens (default: %(default)s)")
+    args = parser.parse_args()
+    try:
+        tokenizer = train_tokenizer(read_documents(args.text), args.vocab)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from error
+    wrap(tokenizer, eos=True, max_length=256).save_pretrained(args.out)
+    print(f"{tokenizer.get_vocab_size()} tokens written to {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""SGLang in process: probes are adapters of one batch, and a whole batch is one call into the workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mezzo.engines.base import EngineSpec, Unit
+from mezzo.engines.sglang import launch
+from mezzo.engines.sglang.channel import Channel
+from mezzo.engines.sglang.facts import facts_of
+from mezzo.engines.sglang.forward import Count
+from mezzo.engines.sglang.liveness import refuse_dead
+from mezzo.engines.sglang.pieces import assembled, digest_of, fitting
+from mezzo.engines.sglang.support import refuse_space
+from mezzo.engines.sglang.versions import check_version
+from mezzo.engines.sglang.weights import Plan
+from mezzo.errors import ModelError
+from mezzo.types import Batch, Probe, Scores, Update
+
+Array = npt.NDArray[np.generic]
+
+
+class SGLangEngine:
+    """One `sglang.Engine`, its workers' weights and the channel to them."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        _refuse_model(spec)
+        facts = facts_of(spec)
+        self.spec, self.space, self.facts = spec, spec.space, facts
+        self.trained, self.base_digest = facts.trained, facts.base_digest
+        self.unit = Unit(rows=spec.rows, members=launch.MEMBERS)
+        self.share_prefixes = True
+        self.count = Count()
+        self.adapters = tuple(f"mezzo-{index}" for index in range(launch.MEMBERS))
+        adapter = launch.adapter_of(spec, facts.trained)
+        self.engine = launch.start(spec, adapter)
+        self.channel = Channel(self.engine.collective_rpc, spec.tp)
+        try:
+            if adapter is not None:
+                launch.load_slots(self.engine, adapter, facts, self.adapters)
+            launch.watch_workers()
+            plan = Plan(spec.space.kind, facts.trained, facts.frozen, spec.noise_kind, spec.seed, self.adapters)
+            self.channel.call("open", plan=plan)
+            if adapter is not None and self.digest() != facts.start:
+                raise ModelError(
+                    "SGLang's copy of the trained tensors differs from the checkpoint's; it cannot be trained"
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- the contract
+
+    def score(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
+        """scores[P, B, C], by one call into the workers."""
+        if batch.readout.kind == "head":
+            raise ModelError(
+                "SGLang serves no classification head; use --readout words or candidates, or --engine torch"
+            )
+        members = min(self.unit.members, len(self.adapters))
+        scores, count = self.channel.call(
+            "score",
+            batch=batch,
+            probes=tuple(probes),
+            rows=self.unit.rows,
+            members=members,
+            share=self.share_prefixes,
+        )
+        self.count = Count(self.count.cached + count.cached, self.count.computed + count.computed)
+        return scores  # type: ignore[no-any-return]
+
+    def check(self, batch: Batch, eps: float) -> None:
+        """Refuse a space that SGLang cannot perturb, or that no perturbation can train."""
+        refuse_space(self.space)
+        refuse_dead(self, batch, eps)
+
+    def apply(self, updates: Sequence[Update]) -> None:
+        refuse_space(self.space)
+        self.channel.call_all("apply", updates=tuple(updates))
+
+    def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[str]]:
+        raise ModelError("this engine does not generate text")
+
+    def state(self) -> dict[str, Array]:
+        return assembled(self.trained, self.channel.call_all("state"))
+
+    def load_state(self, tensors: Mapping[str, Array]) -> None:
+        self.channel.call_all("load", tensors=fitting(self.trained, tensors))
+
+    def digest(self) -> str:
+        return digest_of(self.state())
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "engine": "sglang",
+            "device": "cpu" if launch.on_cpu(self.spec.device) else "cuda",
+            "sglang": check_version(),
+            "threads": self.spec.threads or os.cpu_count() or 1,
+            "tp": self.spec.tp,
+            "parameters": self.facts.parameters,
+            "trained_parameters": sum(int(np.prod(t.shape)) for t in self.trained),
+            "cached_tokens": self.count.cached,
+            "computed_tokens": self.count.computed,
+        }
+
+    def close(self) -> None:
+        self.channel.close()
+        self.engine.shutdown()
+
+
+def _refuse_model(spec: EngineSpec) -> None:
+    if spec.family != "causal":
+        raise ModelError("the sglang engine scores causal language models; use --engine torch for a masked one")
+    if spec.classes:
+        raise ModelError("SGLang serves no classification head; use --readout words or candidates, or --engine torch")

@@ -1,0 +1,69 @@
+"""What is known of the model before SGLang starts: its digest and tensors, in the words of the torch engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mezzo import noise
+from mezzo.engines.base import EngineSpec
+from mezzo.engines.sglang.support import TRAINABLE, refuse_space, refuse_tensors
+from mezzo.engines.torch import catalog
+from mezzo.engines.torch.load import load_model
+from mezzo.space import Space, lora_names, select
+from mezzo.types import Trained
+
+
+@dataclass(frozen=True)
+class Facts:
+    """`start` is the digest of the trained tensors as Hugging Face has them: SGLang's copies must equal it."""
+
+    base_digest: str
+    parameters: int
+    trained: tuple[Trained, ...]
+    frozen: tuple[Trained, ...]
+    start: str
+
+
+def facts_of(spec: EngineSpec) -> Facts:
+    """Read the checkpoint once with transformers; names, digest and selection are then those of any other engine."""
+    space = spec.space
+    if space.kind in TRAINABLE:
+        refuse_space(space)
+    model = load_model(spec.model, spec.family, seed=spec.seed, remote_code=spec.remote_code)
+    ids = torch.tensor([[0, 1]])
+    used = catalog.used_modules(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    tensors = catalog.catalogue(model, used)
+    trained = select(space, tensors)
+    if space.kind in TRAINABLE:
+        refuse_tensors(space, trained)
+    frozen: tuple[Trained, ...] = ()
+    if space.kind == "lora":
+        whole = select(Space("lora", space.rank, space.alpha, space.targets), tensors)
+        names = {t.name for t in trained}
+        frozen = tuple(t for t in whole if t.name not in names and partner(t.name) in names)
+    parameters = dict(model.named_parameters())
+    start = ((t.name, parameters[t.name] if t.name in parameters else fresh(t, spec.seed)) for t in trained)
+    return Facts(
+        base_digest=catalog.digest_of(parameters.items()),
+        parameters=sum(p.numel() for p in parameters.values()),
+        trained=trained,
+        frozen=frozen,
+        start=catalog.digest_of(start),
+    )
+
+
+def fresh(trained: Trained, seed: int) -> torch.Tensor:
+    """LoRA's start, the torch engine's bit for bit: A uniform as a linear layer's weight, B zero."""
+    if trained.kind != "lora_A":
+        return torch.zeros(trained.shape)
+    values = noise.uniform(seed, f"init/{trained.name}", int(np.prod(trained.shape)), trained.shape[1] ** -0.5)
+    return torch.from_numpy(values).view(trained.shape)
+
+
+def partner(name: str) -> str:
+    """The other factor of a LoRA pair."""
+    a, b = lora_names(name.replace(".lora_A.weight", ".weight").replace(".lora_B.weight", ".weight"))
+    return b if name == a else a

@@ -1,0 +1,69 @@
+"""SGLang's adapter slots, written in place: the buffers its LoRA kernels read, found by Hugging Face module name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mezzo.engines.sglang.shards import Part, parts_of
+from mezzo.engines.sglang.support import leaf_of, module_of
+from mezzo.errors import ModelError
+from mezzo.types import Trained
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One Hugging Face matrix in the adapter pool (and, through `layer`, in the base weights)."""
+
+    part: Part
+    pool: str
+    depth: int
+    layer: Any
+
+
+class Slots:
+    """The adapters that mezzo loaded, as places to write. They are made resident before every write: SGLang reloads an
+    evicted adapter from the copy it was loaded with, which holds zeros."""
+
+    def __init__(self, manager: Any, names: Sequence[str]) -> None:
+        self.manager = manager
+        by_name = {ref.lora_name: ref.lora_id for ref in manager.lora_refs.values()}
+        self.ids: list[str] = [by_name[name] for name in names]
+        self.rank: int = manager.memory_pool.max_lora_rank
+        self.places: dict[str, Place] = {}
+        for depth, modules in enumerate(manager.lora_modules):
+            for path, wrapper in modules.items():
+                for part in parts_of(path, wrapper.base_layer):
+                    self.places[part.module] = Place(part, leaf_of(path), depth, wrapper.base_layer)
+
+    def place(self, module: str) -> Place:
+        if module not in self.places:
+            raise ModelError(f"SGLang's model has no projection {module}; it has {', '.join(list(self.places)[:3])} …")
+        return self.places[module]
+
+    def refuse_padding(self, trained: Trained) -> None:
+        """On a CPU SGLang widens layers that do not divide evenly, and its own adapters then do not fit them."""
+        part = self.place(module_of(trained.name)).part
+        rows = part.rows[1] if trained.kind != "lora_A" else 0
+        cols = part.cols[1] if trained.kind != "lora_B" else 0
+        if rows > trained.shape[0] or cols > trained.shape[1]:
+            raise ModelError(
+                f"SGLang pads {part.module} to a size that its adapters do not fit; leave it out with --targets or --only, "
+                "choose another --tp, or use --engine torch"
+            )
+
+    def resident(self) -> list[int]:
+        """Buffer slots of the adapters, loaded if they are not there."""
+        self.manager.fetch_new_loras({*self.ids, None})
+        return [self.manager.memory_pool.uid_to_buffer_id[adapter] for adapter in self.ids]
+
+    def write(self, slot: int, module: str, down: Tensor, up: Tensor) -> None:
+        """Put A[r, in] and B[out, r] of a module into a buffer slot: this rank's share of them."""
+        place, pool, rank = self.place(module), self.manager.memory_pool, down.shape[0]
+        part = place.part
+        first = part.index * self.rank
+        pool.A_buffer[place.pool][place.depth][slot, first : first + rank].copy_(down[:, slice(*part.cols)])
+        pool.B_buffer[place.pool][place.depth][slot, part.local_rows, :rank].copy_(up[slice(*part.rows)])

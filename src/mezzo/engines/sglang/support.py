@@ -1,0 +1,61 @@
+"""What can be trained on SGLang, decided from names alone: refused early, with the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mezzo.errors import SpaceError
+from mezzo.space import Space
+from mezzo.types import Trained
+
+LEAVES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The projections that SGLang's adapters reach."""
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""SGLang's fused modules and the Hugging Face modules they hold, in the order of their rows."""
+TRAINABLE = ("lora", "matrices")
+
+
+def module_of(name: str) -> str:
+    """The Hugging Face module of a trained tensor: a LoRA factor's or a weight's."""
+    return name.removesuffix(".weight").removesuffix(".lora_A").removesuffix(".lora_B")
+
+
+def leaf_of(module: str) -> str:
+    return module.rsplit(".", 1)[-1]
+
+
+def refuse_space(space: Space) -> None:
+    """Adapters reach projections only, so that only two spaces can be perturbed."""
+    if space.kind not in TRAINABLE:
+        raise SpaceError(
+            f"the sglang engine trains the spaces {' and '.join(TRAINABLE)}: SGLang's adapters reach projections, not "
+            f"norms, biases or embeddings. Use --space lora, or --engine torch for {space.kind!r}"
+        )
+    if space.kind == "matrices" and not space.noise_rank:
+        raise SpaceError(
+            "on the sglang engine the directions of space 'matrices' must be adapters: use --noise lowrank, "
+            "or --engine torch for dense noise"
+        )
+
+
+def refuse_tensors(space: Space, trained: Sequence[Trained]) -> None:
+    """Modules that SGLang cannot attach an adapter to, or not in this combination."""
+    leaves = sorted({leaf_of(module_of(t.name)) for t in trained})
+    foreign = [leaf for leaf in leaves if leaf not in LEAVES]
+    if foreign:
+        kept = [leaf for leaf in leaves if leaf in LEAVES]
+        option = "--targets " + ",".join(kept) if space.kind == "lora" else "--only " + ",".join(f"*{k}*" for k in kept)
+        remedy = f"{option}, or --engine torch" if kept else "--engine torch"
+        raise SpaceError(f"SGLang cannot attach adapters to {', '.join(foreign)} of this model; use {remedy}")
+    attention = {"q_proj", "k_proj", "v_proj"} & set(leaves)
+    if space.kind == "lora" and attention and not attention >= {"q_proj", "v_proj"}:
+        raise SpaceError(
+            f"SGLang cannot serve an adapter on {', '.join(sorted(attention))} alone: it fuses query, key and value and "
+            "expects query and value together. Use --targets q_proj,v_proj, or --engine torch"
+        )
+    thin = [t for t in trained if space.kind == "matrices" and not t.rank]
+    if thin:
+        raise SpaceError(
+            f"{thin[0].name} of shape {thin[0].shape} is too thin for low-rank noise of rank {space.noise_rank}; "
+            f"lower --noise-rank below {min(thin[0].shape)}"
+        )

@@ -1,0 +1,97 @@
+"""What runs inside each of SGLang's scheduler processes: the answers to the engine's calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from mezzo.engines.sglang.forward import Count, Forward, Member
+from mezzo.engines.sglang.rows import rows_of
+from mezzo.engines.sglang.slots import Slots
+from mezzo.engines.sglang.weights import WEIGHTS, Array, Piece, Plan, Weights
+from mezzo.types import Batch, Probe, Scores, Update
+
+
+class Worker:
+    """One rank's share of the engine; lives as long as its scheduler."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.rank = int(scheduler.tp_group.rank_in_group)
+        self.forward = Forward(scheduler)
+        self.weights: Weights | None = None
+
+    def work(self, function: str, values: Mapping[str, Any]) -> Any:
+        return _FUNCTIONS[function](self, **values)
+
+    def open(self, plan: Plan) -> None:
+        """Make the trained tensors. Without a plan's kind, the base model is only scored."""
+        runner = self.scheduler.tp_worker.model_runner
+        if plan.kind in WEIGHTS:
+            slots = Slots(runner.lora_manager, plan.adapters)
+            self.weights = WEIGHTS[plan.kind](plan, slots, torch.device(runner.device))
+
+    @torch.no_grad()
+    def score(
+        self, batch: Batch, probes: Sequence[Probe], rows: int, members: int, share: bool = True
+    ) -> tuple[Scores, Count]:
+        """scores[P, B, C], and the tokens it took; `rows` examples at `members` probes in one forward."""
+        every = rows_of(batch)
+        width = max(row.where[1] for row in every) + 1
+        if batch.readout.kind == "words":
+            width = len(batch.readout.words)
+        out = np.full((len(probes), len(batch), width), -np.inf, dtype=np.float32)
+        self.forward.share, self.forward.count = share, Count()
+        try:
+            for first in range(0, len(probes), members):
+                chunk = self._placed(probes[first : first + members])
+                for start in range(0, len(every), rows):
+                    unit = every[start : start + rows]
+                    scores = self.forward.scores(unit, chunk, batch.readout, every).numpy()
+                    for index, row in enumerate(unit):
+                        example, candidate = row.where
+                        target = slice(None) if scores.ndim == 3 else candidate
+                        out[first : first + len(chunk), example, target] = scores[:, index]
+        finally:
+            self.forward.flush()  # a failed forward must not leave SGLang's pools half full either
+        return out, self.forward.count
+
+    def place(self, probes: Sequence[Probe]) -> list[str | None]:
+        """Write the probes into the adapter slots, for requests to use."""
+        self.forward.flush()
+        return [None for _ in probes] if self.weights is None else self.weights.place(probes)
+
+    @torch.no_grad()
+    def apply(self, updates: Sequence[Update]) -> None:
+        assert self.weights is not None
+        for update in updates:
+            if not update.empty:
+                self.weights.apply(update)
+
+    def state(self) -> list[Piece]:
+        return [] if self.weights is None else self.weights.state()
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Array]) -> None:
+        assert self.weights is not None
+        self.weights.load(tensors)
+
+    def idle(self) -> bool:
+        return bool(self.scheduler.flush_cache(empty_cache=False))
+
+    def _placed(self, probes: Sequence[Probe]) -> list[Member]:
+        return [Member(adapter, f"mezzo-{index}-") for index, adapter in enumerate(self.place(probes))]
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "open": Worker.open,
+    "score": Worker.score,
+    "place": Worker.place,
+    "apply": Worker.apply,
+    "state": Worker.state,
+    "load": Worker.load,
+    "idle": Worker.idle,
+}

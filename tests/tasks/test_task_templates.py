@@ -1,0 +1,158 @@
+"""Both ways of writing templates, and everything that can be wrong with one."""
+
+from __future__ import annotations
+
+import pytest
+
+from mezzo.errors import TaskError
+from mezzo.tasks import Task
+from mezzo.tasks.catalogue import T1, T2, T3, T4, T5
+from mezzo.tasks.pieces import LabelWord, Literal, Slot, Special, append_demonstrations, prepend_demonstrations
+from mezzo.tasks.templates import ends_with_space, parse, render
+
+ONE, TWO = ("text",), ("premise", "hypothesis")
+CLS, MASK, SEP = Special("cls"), Special("mask"), Special("sep", advance=True)
+
+TOKENS = {
+    "*cls*": Special("cls"),
+    "*bos*": Special("bos"),
+    "*eos*": Special("eos"),
+    "*sep*": Special("sep"),
+    "*sep+*": Special("sep", advance=True),
+    "*sent_0*": Slot(0),
+    "*+sent_0*": Slot(0, space=True),
+    "*sent-_0*": Slot(0, drop="-"),
+    "*sentl_0*": Slot(0, case="l"),
+    "*+sentl_0*": Slot(0, space=True, case="l"),
+    "*sentl-_0*": Slot(0, case="l", drop="-"),
+    "*sentu_0*": Slot(0, case="u"),
+    "*+sentu_0*": Slot(0, space=True, case="u"),
+    "*+sentu-_0*": Slot(0, space=True, case="u", drop="-"),
+    "*label_1*": LabelWord(1),
+    "_It_was": Literal(" It was"),
+    "?": Literal("?"),
+}
+
+
+@pytest.mark.parametrize(("token", "piece"), TOKENS.items())
+def test_every_token_of_the_grammar(token: str, piece: object) -> None:
+    assert parse(f"*sent_0**mask*{token}", ONE, "masked") == (Slot(0), MASK, piece)
+
+
+def test_a_demonstration_token_refers_to_the_demonstration() -> None:
+    pieces = parse("*sent_0**mask**sent_1**labelx_0*", ONE, "masked")
+    assert pieces[2:] == (Slot(1), LabelWord(0, of_demo=True))
+
+
+@pytest.mark.parametrize(
+    ("slot", "text", "shown"),
+    [
+        (Slot(0), "  Hello. \n", "Hello."),
+        (Slot(0, drop="-"), "Hello.", "Hello"),
+        (Slot(0, drop="-"), "Hello", "Hell"),
+        (Slot(0, drop="."), "Hello", "Hello"),
+        (Slot(0, drop="."), "Hello.", "Hello"),
+        (Slot(0, space=True, case="l", drop="-"), "Hello.", " hello"),
+        (Slot(0, case="u"), "élan", "Élan"),
+        (Slot(0, case="u", drop="-"), "", ""),
+        (Slot(0, space=True), "", " "),
+    ],
+)
+def test_what_a_slot_does_to_its_text(slot: Slot, text: str, shown: str) -> None:
+    assert slot.apply(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("plain", "star", "columns"),
+    [
+        ("{text} It was [MASK].", T1, ONE),
+        ("{0} It was <mask>.", T1, ONE),
+        ("It was [MASK].", T1, ONE),
+        ("  It was [MASK]. ", T1, ONE),
+        ("This is [MASK].", T4, ONE),
+        ("[MASK]: {text}", T5, ONE),
+        ("{premise:-}? [MASK], {hypothesis:l}", T2, TWO),
+        ("? [MASK],", T2, TWO),
+        ("[MASK],", T3, TWO),
+        ("{0}[MASK], {1:l}", T3, TWO),
+        ("{0} [MASK], {1:l}", T3, TWO),
+        (", so [MASK].", "*cls**sent_0*,_so*mask*.*sep+*", ONE),
+        ("{{x}} {text} [MASK]", "*cls*{x}*+sent_0**mask**sep+*", ONE),
+        ("{text:u?}[MASK] *now*", None, ONE),
+    ],
+)
+def test_a_plain_template_is_the_grammars(plain: str, star: str | None, columns: tuple[str, ...]) -> None:
+    pieces = parse(plain, columns, "masked")
+    if star is None:
+        assert pieces == (CLS, Slot(0, case="u", drop="?"), MASK, Literal(" *now*"), SEP)
+    else:
+        assert pieces == parse(star, columns, "masked")
+
+
+def test_a_causal_prompt_keeps_its_newline_and_gives_its_spaces_to_the_answer() -> None:
+    assert parse("{text} It was  ", ONE, "causal") == (Slot(0), Literal(" It was"))
+    assert not ends_with_space(parse("{text} because ", ONE, "causal"))
+    assert ends_with_space(parse("{text} Yes or No?\n", ONE, "causal"))
+    assert parse("It was", ONE, "causal") == parse("{text} It was", ONE, "causal")
+
+
+BROKEN = {
+    ("", ONE, "masked"): "the template is empty; write one such as '{text} It was [MASK].'",
+    ("{text} It was.", ONE, "masked"): (
+        "the template '{text} It was.' has no mask; put [MASK] (or *mask*) where the label word goes"
+    ),
+    ("{text} [MASK] [MASK]", ONE, "masked"): "the template '{text} [MASK] [MASK]' has 2 masks; keep one",
+    ("{text} It was [MASK].", ONE, "causal"): (
+        "the template '{text} It was [MASK].' has a mask, and the task is causal; end it where the answer begins"
+    ),
+    ("{premise}? [MASK]", TWO, "masked"): (
+        "the template '{premise}? [MASK]' has no slot for 'hypothesis'; add {hypothesis} (or *sent_1*)"
+    ),
+    (T1, TWO, "masked"): f"the template {T1!r} has no slot for 'hypothesis'; add {{hypothesis}} (or *sent_1*)",
+    ("{txt} [MASK]", ONE, "masked"): "the template names 'txt', not a column of text; did you mean 'text'?",
+    ("{2} {0} {1} [MASK]", TWO, "masked"): (
+        "the template '{2} {0} {1} [MASK]' has a slot 2, and the task's texts are 0 to 1 (premise, hypothesis)"
+    ),
+    ("*cls**sent_0**maks**sep+*", ONE, "masked"): "unknown token '*maks*' in the template; did you mean 'mask'?",
+    ("*cls**sent_x**mask*", ONE, "masked"): "unknown token '*sent_x*' in the template; did you mean 'sent_0'?",
+    ("{text [MASK]", ONE, "masked"): "a lone '{' in the template; write '{{' for the character itself",
+    ("{text:k} [MASK]", ONE, "masked"): (
+        "unknown change 'k' in '{text:k}'; use l or u (first letter), - or a mark ?!.,;:"
+    ),
+    ("so [MASK]", ("a", "b", "c"), "masked"): (
+        "a template without slots fits one or two texts, and the task has a, b, c; add slots"
+    ),
+}
+
+
+@pytest.mark.parametrize(("template", "columns", "family"), BROKEN)
+def test_a_broken_template_is_refused_with_a_remedy(template: str, columns: tuple[str, ...], family: str) -> None:
+    with pytest.raises(TaskError) as caught:
+        parse(template, columns, family)
+    assert str(caught.value) == BROKEN[template, columns, family]
+
+
+def test_a_task_names_itself_in_its_templates_error() -> None:
+    with pytest.raises(TaskError, match=r"^task 'mine': the template .* has no mask"):
+        Task(name="mine", template="{text}", columns=ONE, labels=("a", "b"), words=("x", "y"))
+
+
+def test_demonstrations_follow_the_query_with_their_masks_filled() -> None:
+    pieces = append_demonstrations(parse(T2, TWO, "masked"), columns=2, count=2)
+    explicit = (
+        T2
+        + "*sent-_2*?*labelx_0*,*+sentl_3**sep+*"  # the first demonstration, without cls
+        + "*sent-_4*?*labelx_1*,*+sentl_5**sep+*"
+    )
+    assert pieces == parse(explicit, TWO, "masked")
+
+
+def test_causal_demonstrations_come_first_each_with_its_answer() -> None:
+    pieces = prepend_demonstrations(parse("{text} It was", ONE, "causal"), columns=1, count=1)
+    was = Literal(" It was")
+    assert pieces == (Slot(1), was, LabelWord(0, of_demo=True), Literal("\n\n"), Slot(0), was)
+
+
+def test_rendering_needs_no_tokenizer() -> None:
+    assert render(parse(T2, TWO, "masked"), [" It rains. ", "Roads are wet."]) == "It rains? [MASK], roads are wet."
+    assert render(parse(T5, ONE, "masked"), ["Who?"]) == "[MASK]: Who?"

@@ -1,0 +1,102 @@
+"""The label-word rule, on a trained tokenizer of every family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mezzo.errors import TaskError
+from mezzo.tasks import Encoder, Task, get_task, list_tasks
+from mezzo.tasks.tokens import Tokens
+from mezzo.tasks.words import label_words
+
+MARKS = {
+    "byte-level": ("", "Ġ"),
+    "byte-level, prefix space": ("Ġ", "Ġ"),
+    "unigram": ("▁", "▁"),
+    "sentencepiece bpe": ("▁", "▁"),
+    "wordpiece": ("", ""),
+}
+MASKED = [task for task in list_tasks() if task.family == "masked"]
+
+
+def words_of(tokenizer: Any, **changes: Any) -> tuple[int, ...]:
+    return label_words(Tokens(tokenizer), get_task("sst-2").replace(**changes))
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_the_space_rule_is_read_off_the_tokenizer(name: str, tokenizers: dict[str, Any]) -> None:
+    assert Tokens(tokenizers[name]).marks == MARKS[name]
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_a_label_word_is_one_token_and_not_what_the_bare_string_gives(name: str, tokenizers: dict[str, Any]) -> None:
+    tokenizer, mark = tokenizers[name], MARKS[name][1]
+    ids = words_of(tokenizer)
+    assert tokenizer.convert_ids_to_tokens(list(ids)) == [mark + "terrible", mark + "great"]
+    assert tokenizer.unk_token_id not in ids
+    if mark:  # the traps: the string with its space is unknown, the bare string is another token or unknown
+        for word, token in zip((" terrible", " great"), ids, strict=True):
+            assert tokenizer.convert_tokens_to_ids(word) != token
+            assert tokenizer.convert_tokens_to_ids(word.strip()) != token
+
+
+def test_a_lookup_of_the_string_would_train_on_unk(roberta: Any) -> None:
+    assert roberta.convert_tokens_to_ids(" terrible") == roberta.unk_token_id
+
+
+@pytest.mark.parametrize("task", MASKED, ids=lambda task: task.name)
+def test_every_bundled_word_is_one_token_as_in_running_text(task: Task, tokenizer: Any) -> None:
+    for word, token in zip(task.words, label_words(Tokens(tokenizer), task), strict=True):
+        text = tokenizer(f"it was {word}", add_special_tokens=False)["input_ids"]
+        assert text[-1] == token
+
+
+def test_a_word_of_several_tokens_is_refused_with_its_pieces_and_alternatives(roberta: Any) -> None:
+    pieces = roberta.tokenize(" excellent")
+    assert len(pieces) > 1
+    with pytest.raises(TaskError) as caught:
+        words_of(roberta, words=("terrible", "excellent"))
+    assert str(caught.value) == (
+        f"the word 'excellent' of label 'positive' is {len(pieces)} tokens ({', '.join(pieces)}) and must be one;"
+        " try 'great', 'good'"
+    )
+
+
+def test_alternatives_may_come_from_the_vocabulary(roberta: Any) -> None:
+    with pytest.raises(TaskError, match=r"is \d+ tokens \(.*\) and must be one; try 'Entity'"):
+        words_of(roberta, words=("terrible", "Entrance"))
+    with pytest.raises(TaskError, match=r"choose a commoner word$"):
+        words_of(roberta, words=("terrible", "zyxwv"))
+
+
+def test_one_word_for_two_labels_is_refused(tokenizers: dict[str, Any]) -> None:
+    with pytest.raises(TaskError, match="'great' is twice in words; each must differ"):
+        words_of(tokenizers["byte-level"], words=("great", "great"))
+    # for an uncased tokenizer these are one word, and only it can tell
+    message = "labels 'negative' and 'positive' have one word for this tokenizer, 'Great'; choose two that differ"
+    with pytest.raises(TaskError, match=message):
+        words_of(tokenizers["wordpiece"], words=("great", "Great"))
+
+
+@pytest.mark.parametrize("name", ["unigram", "wordpiece"])
+def test_a_word_outside_the_vocabulary_is_refused(name: str, tokenizers: dict[str, Any]) -> None:
+    with pytest.raises(TaskError, match="the word '好' of label 'positive' is not in this tokenizer's vocabulary"):
+        words_of(tokenizers[name], words=("terrible", "好"))
+
+
+def test_words_that_begin_with_punctuation_get_no_space(tokenizer: Any) -> None:
+    full_stop, comma = words_of(tokenizer, words=(".", ","))
+    assert tokenizer.convert_ids_to_tokens([full_stop, comma]) == [".", ","]
+
+
+def test_the_space_can_be_switched_off(tokenizers: dict[str, Any]) -> None:
+    tokenizer = tokenizers["byte-level"]
+    ids = words_of(tokenizer, words=("great", "good"), space_prefix=False)
+    assert tokenizer.convert_ids_to_tokens(list(ids)) == ["great", "good"]
+
+
+def test_the_encoder_names_the_task_in_a_words_error(roberta: Any) -> None:
+    with pytest.raises(TaskError, match=r"^task 'sst-2': the word 'lovely' of label 'positive' is \d tokens"):
+        Encoder(get_task("sst-2").replace(words=("terrible", "lovely")), roberta)

@@ -1,0 +1,124 @@
+"""Updates, to the rounding: what the contract says in words, in NumPy, must be the engine's bits."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+
+from mezzo import noise
+from mezzo.engines.torch import population
+from mezzo.engines.torch.engine import TorchEngine
+from mezzo.errors import SpaceError
+from mezzo.space import Space
+from mezzo.types import Probe, Trained, Update
+from tests.conftest import make_batch, make_llama, make_roberta
+from tests.reference import plain_scores, written
+
+SPACES = {
+    "full": Space("full", decay="matrices"),
+    "full-lowrank": Space("full", noise_rank=3),
+    "matrices": Space("matrices"),
+    "lora": Space("lora", rank=4),
+    "head": Space("head"),
+}
+
+
+@pytest.fixture(params=[64 * 1024, 0], ids=["flat", "one-by-one"])
+def small(request, monkeypatch):
+    """Both homes of a tensor: in the flat buffer, and on its own."""
+    monkeypatch.setattr(population, "SMALL", request.param)
+
+
+def updated(value: np.ndarray, trained: Trained, kind: noise.Kind, update: Update) -> np.ndarray:
+    """acc = fl(θ·keep); for each term acc = fl(acc − fl(c·z)); all in float32."""
+    acc = value.astype(np.float32)
+    if trained.decay and update.keep != 1.0:
+        acc = acc * np.float32(update.keep)
+    for seed, coef in update.terms:
+        if coef == 0.0:
+            continue
+        if trained.rank:
+            left, right = noise.factors(seed, trained.name, trained.shape, trained.rank)
+            z = left @ right.T
+            c = np.float32(np.float32(coef) * np.float32(1 / np.sqrt(trained.rank)))
+        else:
+            z = noise.dense(kind, seed, trained.name, 0, value.size).reshape(value.shape)
+            c = np.float32(coef)
+        acc = acc - c * z
+    return acc
+
+
+@pytest.mark.parametrize("kind", noise.KINDS)
+@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+def test_updates_are_exact(space, kind, small):
+    engine = TorchEngine(make_roberta(), space, noise_kind=kind)
+    rng = np.random.default_rng(0)
+    state = engine.state()
+    for _ in range(5):
+        terms = tuple((int(rng.integers(2**63)), float(np.float32(rng.normal() * 1e-2))) for _ in range(2))
+        update = Update((*terms, (3, 0.0)), keep=float(np.float32(1 - 1e-3)))
+        engine.apply([update])
+        state = {t.name: updated(state[t.name], t, kind, update) for t in engine.trained}
+    found = engine.state()
+    for name, expected in state.items():
+        np.testing.assert_array_equal(found[name].view(np.uint32), expected.view(np.uint32), err_msg=name)
+
+
+def test_subnormal_steps_survive():
+    engine = TorchEngine(make_roberta(), Space("lora", rank=4))
+    tiny = float(np.float32(1e-40))
+    engine.apply([Update(((1, tiny),))])
+    b = next(t for t in engine.trained if t.kind == "lora_B")
+    assert set(np.abs(engine.state()[b.name]).ravel().tolist()) == {tiny}
+
+
+def test_minus_zero_is_left_alone():
+    engine = TorchEngine(make_roberta(), Space("lora", rank=4))
+    engine.load_state({name: np.full_like(value, -0.0) for name, value in engine.state().items()})
+    before = engine.digest()
+    engine.apply([Update(((1, 0.0), (2, -0.0)))])
+    assert engine.digest() == before
+
+
+@pytest.mark.parametrize("make", [make_roberta, make_llama])
+@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+def test_large_tensors_are_perturbed_alike(make, space, monkeypatch):
+    """The path of large matrices (scratch, gathered rows) gives what the flat buffer gives."""
+    monkeypatch.setattr(population, "SMALL", 0)
+    if make is make_llama and space.kind == "head":
+        pytest.skip("Llama's head is tied to its embeddings")
+    model = make()
+    pristine, batch = copy.deepcopy(model), make_batch()
+    engine = TorchEngine(model, space)
+    probes = (Probe(((5, 0.02),)), Probe(((5, -0.02),)))
+    scores = engine.score(batch, probes)
+    for index, probe in enumerate(probes):
+        expected = plain_scores(written(pristine, engine.trained, engine.state(), "rademacher", probe, space), batch)
+        np.testing.assert_allclose(scores[index], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_space_that_cannot_learn_is_refused():
+    batch = make_batch()
+    engine = TorchEngine(make_roberta(), Space("lora", only=("*lora_A*",)))
+    with pytest.raises(SpaceError, match="A alone changes nothing while B is zero"):
+        engine.check(batch, 1e-3)
+    with pytest.raises(SpaceError, match="match"):
+        TorchEngine(make_roberta(), Space("lora", only=("*no_such_name*",)))
+    with pytest.raises(SpaceError, match="selects no tensor"):
+        TorchEngine(make_roberta(), Space("*no_such_name*"))
+    with pytest.raises(SpaceError, match="match no linear layer"):
+        TorchEngine(make_roberta(), Space("lora", targets=("q_proj",)))
+    TorchEngine(make_roberta(), Space("lora", only=("*lora_B*",))).check(batch, 1e-3)
+
+
+def test_the_self_check_names_a_module_that_differs(monkeypatch):
+    engine = TorchEngine(make_roberta(), Space("full"))
+    broken = engine.model.roberta.encoder.layer[1].output.dense
+    kept = broken.forward
+    broken.forward = lambda x: kept(x) * (1.01 if engine.population.probes else 1)
+    from mezzo.errors import ModelError
+
+    with pytest.raises(ModelError, match=r"first in roberta\.encoder\.layer\.1\.output\.dense"):
+        engine.check(make_batch(), 1e-2)
