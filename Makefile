@@ -3,13 +3,18 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test check lint types layers clean
+.PHONY: demo test test-sglang check lint types layers clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/mezzo train
 
 test: $(VENV)/.installed-dev
 	$(RUN) -m pytest
+
+# The real SGLang on the CPU, in an environment of its own that is built once.
+test-sglang:
+	PYTHON=$(PYTHON) scripts/sglang_env/build.sh .venv-sglang
+	.venv-sglang/bin/python -m pytest tests/sglang
 
 check: lint types layers
 

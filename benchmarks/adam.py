@@ -13,7 +13,7 @@ from mezzo.config import from_mapping
 from mezzo.engines.base import Unit
 from mezzo.engines.torch.inputs import Rows, pack
 from mezzo.engines.torch.load import device_of, load_model
-from mezzo.evaluate import Evaluation, judged
+from mezzo.evaluation import Evaluation, judged
 from mezzo.types import Batch, Prompt
 
 

@@ -5,8 +5,9 @@ words count more in the loss. The defaults made the bundled `llama-mini` on one 
 """
 
 import torch
-from pretrain_common import Setup, finish, fit, parse_options, prepare, wrap, zero_shot
+from pretrain_common import Setup, finish, fit, parse_options, prepare, zero_shot
 from pretrain_data import Mix, sample_rows
+from pretrain_tokenizer import wrap
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from pretrain_data import Corpus, Mix, build_corpus, read_documents
-from pretrain_tokenizer import train_tokenizer, wrap
+from pretrain_tokenizer import SPECIALS, special_id, train_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -58,6 +58,8 @@ def parse_options(description: str, *, lengths: str, minutes: float, ffn: int) -
     for path in (args.text, args.tokenizer, args.eval_tsv):
         if path is not None and not path.exists():
             raise SystemExit(f"error: no such file: {path}")
+    if args.minutes <= 0 or (args.tokens is not None and args.tokens < 1):
+        raise SystemExit("error: --minutes and --tokens must be above 0")
     if args.hidden % args.heads:
         raise SystemExit(f"error: --hidden {args.hidden} is not a multiple of --heads {args.heads}")
     if args.vocab > 32_767:
@@ -78,8 +80,11 @@ class Setup:
 
     @property
     def specials(self) -> tuple[int, int, int]:
-        bos, pad, eos = (self.tokenizer.token_to_id(token) for token in ("<s>", "<pad>", "</s>"))
-        return bos, pad, eos
+        return self.id("bos"), self.id("pad"), self.id("eos")
+
+    def id(self, name: str) -> int:
+        """The id of a special token: bos, pad, eos, unk, mask."""
+        return special_id(self.tokenizer, name)
 
     @property
     def mix(self) -> Mix:
@@ -99,26 +104,30 @@ def prepare(args: argparse.Namespace, *, end: bool) -> Setup:
         keep = max(1, round(len(documents) * args.heldout))
         if len(documents) < 20:
             raise ValueError(f"{args.text} has {len(documents)} documents; at least 20 are needed, one a line")
-        if args.tokenizer:
-            path = args.tokenizer / "tokenizer.json" if args.tokenizer.is_dir() else args.tokenizer
-            tokenizer = Tokenizer.from_file(str(path))
-        else:
-            tokenizer = train_tokenizer(documents, args.vocab)
+        tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else train_tokenizer(documents, args.vocab)
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from error
-    ids = [tokenizer.token_to_id(token) for token in ("</s>", "<s>")] if end else []
+    ids = [special_id(tokenizer, name) for name in ("eos", "bos")] if end else []
     # Worker processes start in here, so it comes before the first use of the GPU.
-    train, heldout = (
-        build_corpus(documents[:-keep], tokenizer, end=ids),
-        build_corpus(documents[-keep:], tokenizer, end=ids),
-    )
-    train, heldout = train.to(device), heldout.to(device)
+    parts = [build_corpus(part, tokenizer, end=ids) for part in (documents[:-keep], documents[-keep:])]
+    train, heldout = (part.to(device) for part in parts)
     print(
         f"{len(documents) - keep} documents, {train.plain_tokens / 1e6:.2f}M tokens, "
         f"{keep} held out; ready in {time.monotonic() - began:.0f} s",
         flush=True,
     )
     return Setup(args, tokenizer, train, heldout, sentiment, device)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder or of a tokenizer.json, with the special tokens that training needs."""
+    path = path / "tokenizer.json" if path.is_dir() else path
+    tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    for name in SPECIALS:
+        special_id(tokenizer, name)
+    if tokenizer.get_vocab_size() > 32_767:
+        raise ValueError(f"{path} has more than 32,767 tokens: they are kept in 16 bits")
+    return tokenizer
 
 
 def read_sentiment(path: Path) -> list[tuple[str, int]]:
@@ -158,7 +167,7 @@ def fit(model: PreTrainedModel, setup: Setup, loss_of: Loss, evaluate: Evaluate)
         rows = max(1, args.batch_tokens // length)
         with autocast(setup.device):
             loss = loss_of(model, rows, length)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -169,13 +178,15 @@ def fit(model: PreTrainedModel, setup: Setup, loss_of: Loss, evaluate: Evaluate)
                 report += 0.1
                 seconds = time.monotonic() - began
                 results = " ".join(f"{k} {v:.3f}" for k, v in check(model, setup.device, evaluate).items())
-                print(f"{done:4.0%} step {step} loss {value:.3f} {seen / seconds / 1e6:.2f}M tok/s; {results}", flush=True)
+                print(
+                    f"{done:4.0%} step {step} loss {value:.3f} {seen / seconds / 1e6:.2f}M tok/s; {results}", flush=True
+                )
     if cuda:
         torch.cuda.synchronize()
     return {"steps": step, "tokens": seen, "seconds": round(time.monotonic() - began, 1)}
 
 
-def autocast(device: torch.device) -> contextlib.AbstractContextManager:
+def autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -188,13 +199,14 @@ def check(model: PreTrainedModel, device: torch.device, evaluate: Evaluate) -> d
     return results
 
 
-def finish(model: PreTrainedModel, setup: Setup, tokenizer: PreTrainedTokenizerFast, cost: dict, evaluate: Evaluate) -> None:
+def finish(
+    model: PreTrainedModel, setup: Setup, tokenizer: PreTrainedTokenizerFast, cost: dict[str, float], evaluate: Evaluate
+) -> None:
     """Round the weights to fp16, evaluate the rounded weights in fp32, and write the Hugging Face folder."""
     out: Path = setup.args.out
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.half())
-    results = {}
     model.eval()
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         results = {name: round(value, 4) for name, value in evaluate(model).items()}
@@ -206,6 +218,3 @@ def finish(model: PreTrainedModel, setup: Setup, tokenizer: PreTrainedTokenizerF
     (out / "pretraining.json").write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps({**cost, **results}))
     print(f"{model.num_parameters() / 1e6:.2f}M parameters written to {out}")
-
-
-__all__ = ["Setup", "check", "finish", "fit", "parse_options", "prepare", "wrap", "zero_shot"]

@@ -4,19 +4,20 @@ import gzip
 import lzma
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
 from itertools import chain, islice, pairwise
 from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-OPENERS = {".xz": lzma.open, ".gz": gzip.open}
+OPENERS: dict[str, Callable[..., IO[str]]] = {".xz": lzma.open, ".gz": gzip.open}
 _SENTENCE_END = re.compile(r"(?<=[.!?])(?<!\b[A-Z]\.)(?<!Mr\.)(?<!Dr\.)(?<!Mrs\.)[\"')]*\s+(?=[\"'(]?[A-Z0-9])")
 _WORD = re.compile(r" ?[^ ]+")
 _TREEBANK = [
@@ -30,96 +31,15 @@ _TREEBANK = [
 ]
 # Opinions about films. A masked or next word from this list asks the model what the writer thought, so these words,
 # and short sentences that hold one, are seen more often than the text would have it.
-FOCUS_WORDS = [
-    "great",
-    "terrible",
-    "good",
-    "bad",
-    "okay",
-    "awful",
-    "wonderful",
-    "excellent",
-    "horrible",
-    "boring",
-    "amazing",
-    "brilliant",
-    "best",
-    "worst",
-    "perfect",
-    "poor",
-    "stupid",
-    "fantastic",
-    "beautiful",
-    "dull",
-    "funny",
-    "fun",
-    "superb",
-    "ridiculous",
-    "lame",
-    "pathetic",
-    "disappointing",
-    "entertaining",
-    "enjoyable",
-    "nice",
-    "fine",
-    "decent",
-    "mediocre",
-    "weak",
-    "strong",
-    "interesting",
-    "hilarious",
-    "annoying",
-    "silly",
-    "predictable",
-    "powerful",
-    "impressive",
-    "memorable",
-    "charming",
-    "moving",
-    "touching",
-    "ugly",
-    "cheap",
-    "crap",
-    "waste",
-    "masterpiece",
-    "garbage",
-    "loved",
-    "hated",
-    "favorite",
-    "solid",
-    "outstanding",
-    "incredible",
-    "painful",
-    "awesome",
-    "lovely",
-    "clever",
-    "dumb",
-    "slow",
-    "disappointed",
-    "unfortunately",
-    "recommend",
-    "avoid",
-    "worth",
-    "classic",
-    "mess",
-    "fails",
-    "worse",
-    "better",
-    "exciting",
-    "intelligent",
-    "original",
-    "refreshing",
-    "delightful",
-    "bland",
-    "laughable",
-    "tedious",
-    "pointless",
-    "ok",
-    "magnificent",
-    "engaging",
-    "compelling",
-    "enjoyed",
-]
+FOCUS_WORDS = (  # noqa: SIM905
+    "great terrible good bad okay awful wonderful excellent horrible boring amazing brilliant best worst perfect poor "
+    "stupid fantastic beautiful dull funny fun superb ridiculous lame pathetic disappointing entertaining enjoyable "
+    "nice fine decent mediocre weak strong interesting hilarious annoying silly predictable powerful impressive "
+    "memorable charming moving touching ugly cheap crap waste masterpiece garbage loved hated favorite solid "
+    "outstanding incredible painful awesome lovely clever dumb slow disappointed unfortunately recommend avoid worth "
+    "classic mess fails worse better exciting intelligent original refreshing delightful bland laughable tedious "
+    "pointless ok magnificent engaging compelling enjoyed"
+).split()
 
 
 def read_documents(path: Path, limit: int | None = None) -> list[str]:
@@ -152,13 +72,17 @@ class _Words(dict[str, list[int]]):
         return self[word]
 
 
-def _encode(documents: list[tuple[int, str]], tokenizer_json: str) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
+def _encode(
+    documents: list[tuple[int, str]], tokenizer_json: str
+) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
     """For numbered documents: the tokens and sentence lengths of both forms, and each document's sentence count."""
     tokenizer = Tokenizer.from_str(tokenizer_json)
     tokenizer.encode_special_tokens = True  # a "<mask>" in the text is text
     split = [sentences(document) for _, document in documents]
     # One document in 32 has a line break after each sentence, so that the token of a line break is a trained one.
-    plain = [f"{s}\n" if i % 32 == 0 else f" {s}" for (i, _), pieces in zip(documents, split, strict=True) for s in pieces]
+    plain = [
+        f"{s}\n" if i % 32 == 0 else f" {s}" for (i, _), pieces in zip(documents, split, strict=True) for s in pieces
+    ]
     treebank = [f" {treebank_form(s)}" for pieces in split for s in pieces]
     tokens, lengths = [], []
     words = _Words(tokenizer)
@@ -190,7 +114,9 @@ class Corpus:
         return Corpus(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
 
-def build_corpus(documents: list[str], tokenizer: Tokenizer, *, end: Sequence[int] = (), balance: float = 0.7) -> Corpus:
+def build_corpus(
+    documents: list[str], tokenizer: Tokenizer, *, end: Sequence[int] = (), balance: float = 0.7
+) -> Corpus:
     """Tokenise documents on all cores. `end`: tokens put after each document. `balance`: how far rare focus words are
     brought up, from 0 (sentences as frequent as their words) to 1 (all words equally frequent)."""
     numbered, size = list(enumerate(documents)), 2000
@@ -205,7 +131,8 @@ def build_corpus(documents: list[str], tokenizer: Tokenizer, *, end: Sequence[in
         parts = [_encode(chunk, json) for chunk in chunks]
     counts = np.concatenate([part[2] for part in parts])
     last = np.cumsum(counts)
-    streams, starts = [], []
+    streams: list[np.ndarray] = []
+    starts: list[np.ndarray] = []
     for form in (0, 1):
         tokens = np.concatenate([part[0][form] for part in parts])
         lengths = np.concatenate([part[1][form] for part in parts])

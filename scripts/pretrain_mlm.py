@@ -5,8 +5,9 @@ Rows are spans of one document, cut at sentence ends. 17% of the tokens are to b
 """
 
 import torch
-from pretrain_common import Setup, finish, fit, parse_options, prepare, wrap, zero_shot
+from pretrain_common import Setup, finish, fit, parse_options, prepare, zero_shot
 from pretrain_data import Mix, sample_rows
+from pretrain_tokenizer import SPECIALS, wrap
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, RobertaConfig, RobertaForMaskedLM
@@ -54,7 +55,7 @@ class MaskedLoss:
 
     def __init__(self, setup: Setup):
         self.setup, self.generator = setup, setup.generator(setup.args.seed)
-        self.mask = setup.tokenizer.token_to_id("<mask>")
+        self.mask = setup.id("mask")
         focus = setup.train.focus
         rate = FOCUS_RATE if setup.mix.focus else RATE
         self.rates = torch.where(focus, rate, RATE).index_fill(0, special_ids(setup), 0.0)
@@ -81,13 +82,12 @@ def encode(model: PreTrainedModel, ids: Tensor, pad: int) -> Tensor:
 
 
 def special_ids(setup: Setup) -> Tensor:
-    names = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
-    return torch.tensor([setup.tokenizer.token_to_id(name) for name in names], device=setup.device)
+    return torch.tensor([setup.id(name) for name in SPECIALS], device=setup.device)
 
 
 def evaluate(model: PreTrainedModel, setup: Setup) -> dict[str, float]:
     """Held-out loss (rows of up to 128 tokens, plain text, 20% of the tokens chosen), and zero-shot sentiment."""
-    generator, mask = setup.generator(1), setup.tokenizer.token_to_id("<mask>")
+    generator, mask = setup.generator(1), setup.id("mask")
     rates = torch.full_like(setup.train.bare, HELDOUT_RATE, dtype=torch.float).index_fill(0, special_ids(setup), 0.0)
     rows, length = 2048 if setup.device.type == "cuda" else 64, min(128, max(setup.args.lengths))
     ids = sample_rows(setup.heldout, rows, length, Mix(0, 0), setup.specials, generator, fill=False)
@@ -99,7 +99,7 @@ def evaluate(model: PreTrainedModel, setup: Setup) -> dict[str, float]:
 
 def sentiment(model: PreTrainedModel, setup: Setup) -> dict[str, float]:
     bos, pad, eos = setup.specials
-    mask = setup.tokenizer.token_to_id("<mask>")
+    mask = setup.id("mask")
     end = setup.tokenizer.encode(PROMPT, add_special_tokens=False).ids + [eos]
     words = torch.tensor([setup.tokenizer.encode(word, add_special_tokens=False).ids[0] for word in LABEL_WORDS])
     room = max(setup.args.lengths) - len(end) - 1

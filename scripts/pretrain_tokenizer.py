@@ -9,29 +9,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 SPECIALS = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "mask": "<mask>"}  # ids 0..4, as in RoBERTa
-LABEL_WORDS = [
-    "terrible",
-    "great",
-    "bad",
-    "okay",
-    "good",
-    "subjective",
-    "objective",
-    "incorrect",
-    "correct",
-    "Description",
-    "Entity",
-    "Expression",
-    "Human",
-    "Location",
-    "Number",
-    "Yes",
-    "No",
-    "Maybe",
-]
+LABEL_WORDS = (  # noqa: SIM905
+    "terrible great bad okay good subjective objective incorrect correct "
+    "Description Entity Expression Human Location Number Yes No Maybe"
+).split()
 BARE_WORDS = ["Yes", "No", "Maybe"]
 # A merge happens in order of frequency, and the last merges of an 8,000-token vocabulary on 130 MB occur about
-# 2,000 times: a word repeated this often is one token, whatever the text says, and the other counts hardly move.
+# 500 times: a word repeated this often is one token, whatever the text says, and the other counts hardly move.
 REPEATS = 20_000
 
 
@@ -65,17 +49,22 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def special_id(tokenizer: Tokenizer, name: str) -> int:
+    """The id of a special token, by its name in SPECIALS."""
+    found = tokenizer.token_to_id(SPECIALS[name])
+    if found is None:
+        raise ValueError(f"the tokenizer has no {SPECIALS[name]}")
+    return found
+
+
 def wrap(tokenizer: Tokenizer, *, eos: bool, max_length: int) -> PreTrainedTokenizerFast:
     """The Hugging Face tokenizer: `<s> text </s>` for a masked model (eos), `<s> text` for a causal one."""
     tokenizer = Tokenizer.from_str(tokenizer.to_str())
-    bos_id, eos_id = (tokenizer.token_to_id(SPECIALS[name]) for name in ("bos", "eos"))
-    if bos_id is None or eos_id is None:
-        raise ValueError(f"the tokenizer has no {SPECIALS['bos']} or no {SPECIALS['eos']}")
     end = f" {SPECIALS['eos']}" if eos else ""
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{SPECIALS['bos']} $A{end}",
         pair=f"{SPECIALS['bos']} $A{end}{end} $B{end}",
-        special_tokens=[(SPECIALS["bos"], bos_id), (SPECIALS["eos"], eos_id)],
+        special_tokens=[(SPECIALS[name], special_id(tokenizer, name)) for name in ("bos", "eos")],
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -13,7 +13,7 @@ import torch
 
 from mezzo.types import Batch, Prompt, Readout
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 VOCAB = 120
 
 

@@ -25,6 +25,7 @@ _LAZY = {
     "MeZOTrainer": "mezzo.trainer",
     "MeZOMLMTrainer": "mezzo.mlm",
     "mezo_mlm_finetune": "mezzo.mlm",
+    "over_texts": "mezzo.rewards",
 }
 
 __all__ = ["__version__", *sorted(_LAZY)]

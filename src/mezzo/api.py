@@ -12,8 +12,7 @@ from mezzo.compact import MAGIC, export_compact, import_compact
 from mezzo.config import RunConfig, from_mapping, from_toml
 from mezzo.engines.base import Engine
 from mezzo.errors import ConfigError, DataError, JournalError
-from mezzo.evaluate import Evaluation, probabilities, scores_of
-from mezzo.evaluate import evaluate as evaluate_prompts
+from mezzo.evaluation import Evaluation, probabilities, scores_of
 from mezzo.journal import Content, read
 from mezzo.objectives import Objective
 from mezzo.rebuild import Verified, bring_to, check_base
@@ -162,7 +161,7 @@ def export(
     path: str | Path, kind: str, out: str | Path | None = None, at: int | None = None, model: str | None = None
 ) -> Path:
     """Write a run as a PEFT `adapter`, a Hugging Face `model` or a compact `journal`."""
-    from mezzo.export import EXPORTS
+    from mezzo.exports import EXPORTS
 
     if kind not in EXPORTS and kind != "journal":
         raise ConfigError(f"a run is exported as adapter, model or journal, not {kind!r}")
@@ -199,7 +198,7 @@ def evaluate(
     found = load_examples(source, parts.task, split=split, id_order=config.id_order, encoding=config.encoding)
     examples = found[: config.eval_limit]
     try:
-        return evaluate_prompts(engine, parts.encode(examples), parts.readout, parts.task.metric)
+        return parts.evaluate(engine, examples)
     finally:
         engine.close()
 

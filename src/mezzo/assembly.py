@@ -14,6 +14,7 @@ from mezzo.engines import open_engine
 from mezzo.engines.base import Engine, EngineSpec
 from mezzo.engines.hub import Family, family_of, load_config, load_tokenizer
 from mezzo.errors import ConfigError, DataError, JournalError
+from mezzo.evaluation import Evaluation, evaluate, evaluate_texts
 from mezzo.space import Space
 from mezzo.tasks import Encoder, MLMConfig, Task, bundled_data, get_task, k_shot, load_examples
 from mezzo.types import Example, Prompt, Readout
@@ -50,15 +51,26 @@ class Parts:
     def readout(self) -> Readout:
         return self.encoder.readout
 
-    def encode(self, examples: Sequence[Example]) -> tuple[Prompt, ...]:
-        return self.encoder.batch(examples).prompts if examples else ()
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def evaluate(self, engine: Engine, examples: Sequence[Example]) -> Evaluation:
+        """The task's own metric: of predictions, or of generated answers."""
+        prompts = self.encode(examples)
+        if self.task.kind == "generation":
+            return evaluate_texts(engine, prompts, self.readout, self.decode, self.config.max_new_tokens)
+        more = [self.encode(examples, draw) for draw in range(1, self.config.demonstrations)]
+        return evaluate(engine, prompts, self.readout, self.task.metric, more)
+
+    def encode(self, examples: Sequence[Example], draw: int = 0) -> tuple[Prompt, ...]:
+        """Prompts; `draw` numbers the sampling of demonstrations."""
+        return self.encoder.batch(examples, draw).prompts if examples else ()
 
 
-def prepare(config: RunConfig, task: Task | None = None, pool: Sequence[Example] = ()) -> Parts:
+def prepare(config: RunConfig, task: Task | None = None) -> Parts:
     """Resolve the configuration against model and task; every mistake that needs no weights is found here.
 
-    `task` stands for what the configuration names: a task object, or that of a journal's header. `pool` are the examples that
-    demonstrations are taken from.
+    `task` stands for what the configuration names: a task object, or that of a journal's header.
     """
     family = family_of(load_config(config.model, config.remote_code))
     config = with_defaults(config, family)
@@ -68,7 +80,7 @@ def prepare(config: RunConfig, task: Task | None = None, pool: Sequence[Example]
         task,
         tokenizer,
         max_length=config.max_length,
-        demonstrations=pool,
+        demonstrations=splits_of(config, task).train if config.demonstrations else (),
         readout=cast(Any, config.readout),
         vocabulary=config.objective == "vocabulary_cross_entropy",
         seed=config.seed,

@@ -53,7 +53,7 @@ class RunConfig:
     max_length: int | None = option(
         "task", None, "tokens of a prompt at most; sentences are cut, the template never [the task's]"
     )
-    demonstrations: int = option("task", 0, "solved examples per label in front of each prompt")
+    demonstrations: int = option("task", 0, "solve one example per label beside each prompt; evaluation averages this many draws of them")
     readout: str = option("task", "auto", "auto, words (label words), head (fresh classification head) or candidates")
     train_limit: int | None = option("task", None, "use at most this many training examples")
     eval_limit: int | None = option("task", None, "use at most this many dev and test examples")
@@ -72,6 +72,7 @@ class RunConfig:
     objective: str = option(
         "method", "cross_entropy", "cross_entropy, vocabulary_cross_entropy, accuracy, f1, matthews, or module:function"
     )
+    max_new_tokens: int = option("method", 16, "tokens to generate where the objective or the metric reads text")
     steps: int | None = option("method", None, "training steps [1000]")
     batch_size: int | None = option("method", None, "examples a step [64 for masked, 16 for causal models]")
     lr: float | None = option("method", None, "learning rate [by model and space]")

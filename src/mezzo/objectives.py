@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -91,19 +93,28 @@ OBJECTIVES: dict[str, Objective] = {
 
 def get_objective(name: str | Objective) -> Objective:
     """A registered objective, a callable, or `module:function` that takes (scores[P, B, C], batch) and returns P losses."""
-    if callable(name):
-        return _checked(name)
-    if name in OBJECTIVES:
+    if not callable(name) and name in OBJECTIVES:
         return OBJECTIVES[name]
+    return _checked(imported(name))
+
+
+def imported(name: str | Callable[..., Any]) -> Callable[..., Any]:
+    """The function that `module:function` names, also from the current folder; a callable as it is."""
+    if callable(name):
+        return name
     module, colon, attribute = name.partition(":")
     if not colon:
         known = ", ".join(OBJECTIVES)
         raise ConfigError(f"unknown objective {name!r}{nearest(name, OBJECTIVES)} ({known}, or module:function)")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # the installed command does not look there by itself
     try:
-        found: Any = getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"objective {name!r} cannot be imported: {error}") from None
-    return _checked(found)
+    if not callable(found):
+        raise ConfigError(f"objective {name!r} is not a function")
+    return found  # type: ignore[no-any-return]
 
 
 def _checked(function: Callable[..., Any]) -> Objective:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mezzo import assembly
 from mezzo.batches import batches_of
@@ -14,15 +14,16 @@ from mezzo.config import RunConfig, from_mapping
 from mezzo.engines.base import Engine, Unit
 from mezzo.errors import JournalError
 from mezzo.estimators import Spsa
-from mezzo.evaluate import Evaluation, evaluate
+from mezzo.evaluation import Evaluation
 from mezzo.journal import Journal
-from mezzo.objectives import Objective, get_objective
+from mezzo.objectives import OBJECTIVES, Objective, get_objective, imported
 from mezzo.optim import Sgd, schedule
 from mezzo.rebuild import bring_to, check_base
+from mezzo.rewards import Reward, Rewarded, mean_reward, text_f1
 from mezzo.run import Folder, Run
 from mezzo.tasks import Task, get_task
 from mezzo.trainer import Limits, MeZOTrainer
-from mezzo.types import Batch, Prompt, StepRecord
+from mezzo.types import Batch, Example, Prompt, StepRecord
 
 Observer = Callable[[str, dict[str, Any]], None]
 
@@ -38,7 +39,7 @@ class Session:
     journal: Journal
     trainer: MeZOTrainer
     observe: Observer
-    test: tuple[Prompt, ...]
+    test: list[Example]
     earlier: list[dict[str, Any]] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
     zero_shot: Evaluation | None = None
@@ -51,7 +52,7 @@ class Session:
     ) -> Session:
         """Check everything, then create the run folder."""
         parts, splits = _prepared(config, task)
-        train, dev, test = (parts.encode(examples) for examples in (splits.train, splits.dev, splits.test))
+        train, dev, test = (parts.encode(splits.train), splits.dev, splits.test)
         trainer_parts = _method(parts.config, objective)
         observe("loading", {"model": config.model, "task": parts.task.name})
         engine = assembly.engine_for(parts.config, parts.family, parts.classes, parts.tokenizer.pad_token_id)
@@ -82,7 +83,7 @@ class Session:
         try:
             config = from_mapping({**journal.content.header["config"], **(changes or {}), "out": str(folder.path)})
             parts, splits = _prepared(config, get_task(journal.content.header["task"]))
-            train, dev, test = (parts.encode(examples) for examples in (splits.train, splits.dev, splits.test))
+            train, dev, test = (parts.encode(splits.train), splits.dev, splits.test)
             assembly.check_header(journal.content.header, parts, train)
             observe("loading", {"model": config.model, "task": parts.task.name})
             engine = assembly.engine_for(parts.config, parts.family, parts.classes, parts.tokenizer.pad_token_id)
@@ -114,13 +115,13 @@ class Session:
         engine: Engine,
         folder: Folder,
         journal: Journal,
-        method: tuple[Spsa, Sgd, Objective],
-        prompts: tuple[tuple[Prompt, ...], tuple[Prompt, ...], tuple[Prompt, ...]],
+        method: tuple[Spsa, Sgd, str | Objective],
+        data: tuple[tuple[Prompt, ...], list[Example], list[Example]],
         observe: Observer,
         earlier: Sequence[dict[str, Any]] = (),
     ) -> Session:
         config = parts.config
-        train, dev, test = prompts
+        train, dev, test = data
         assert config.steps is not None and config.batch_size is not None
 
         def notify(event: str, values: dict[str, Any]) -> None:
@@ -136,14 +137,14 @@ class Session:
         )
         estimator, optimizer, objective = method
         trainer = MeZOTrainer(
-            engine,
+            _seen_by(parts, engine, objective),
             estimator,
             optimizer,
-            objective,
+            mean_reward if _reads_texts(parts, objective) else get_objective(objective),
             batches_of(train, parts.readout, config.seed, config.batch_size),
             journal,
             limits,
-            evaluate=(lambda: evaluate(engine, dev, parts.readout, parts.task.metric)) if dev else None,
+            evaluate=(lambda: parts.evaluate(engine, dev)) if dev else None,
             snapshots=folder.snapshots,
             notify=notify,
             start=journal.content.steps,
@@ -179,7 +180,7 @@ class Session:
             self.observe("zero-shot", {"step": 0, **self.zero_shot.to_dict()})
 
     def _tested(self) -> Evaluation:
-        return evaluate(self.engine, self.test, self.parts.readout, self.parts.task.metric)
+        return self.parts.evaluate(self.engine, self.test)
 
     # ---- running
 
@@ -223,6 +224,7 @@ class Session:
             forward_passes=2 * config.samples * steps,
             stopped=trainer.stopped,
         )
+        self.folder.note("engine", {"step": steps, **self.engine.describe()})  # its counters, now that all is done
         self.observe("result", {"step": steps, **run.to_dict()})
         self.close()
         return run
@@ -250,21 +252,30 @@ class Session:
 
 
 def _prepared(config: RunConfig, task: Task | None) -> tuple[assembly.Parts, assembly.Splits]:
-    """Task and data; demonstrations come from the training examples, so these are read first."""
     parts = assembly.prepare(config, task)
-    splits = assembly.splits_of(parts.config, parts.task)
-    if config.demonstrations:
-        parts = assembly.prepare(config, parts.task, pool=splits.train)
-    return parts, splits
+    return parts, assembly.splits_of(parts.config, parts.task)
 
 
-def _method(config: RunConfig, objective: Objective | None) -> tuple[Spsa, Sgd, Objective]:
+def _method(config: RunConfig, objective: Objective | None) -> tuple[Spsa, Sgd, str | Objective]:
     assert config.lr is not None and config.eps is not None and config.steps is not None
     name = "cross_entropy" if config.objective == "vocabulary_cross_entropy" else config.objective
-    chosen = get_objective(objective or name)
+    chosen = objective or (name if name in OBJECTIVES else imported(name))
     assert config.schedule is not None
     rate = schedule(config.schedule, config.lr, config.steps, config.warmup)
     return Spsa(config.seed, config.eps, config.samples), Sgd(rate, config.weight_decay or 0.0, config.clip), chosen
+
+
+def _reads_texts(parts: assembly.Parts, objective: str | Objective) -> bool:
+    """F1 of a generation task, or a function marked with `over_texts`."""
+    return (objective == "f1" and parts.task.kind == "generation") or getattr(objective, "over_texts", False)
+
+
+def _seen_by(parts: assembly.Parts, engine: Engine, objective: str | Objective) -> Engine:
+    """The engine as the objective sees it: through its scores, or through the text it generates."""
+    if not _reads_texts(parts, objective):
+        return engine
+    reward = text_f1 if isinstance(objective, str) else cast(Reward, objective)
+    return cast(Engine, Rewarded(engine, parts.decode, reward, parts.config.max_new_tokens))
 
 
 def _step_line(record: StepRecord, seconds: float) -> dict[str, Any]:

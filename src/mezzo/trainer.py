@@ -15,7 +15,7 @@ from mezzo.batches import Batches
 from mezzo.engines.base import Engine
 from mezzo.errors import JournalError, RunFailed
 from mezzo.estimators import Estimator
-from mezzo.evaluate import Evaluation
+from mezzo.evaluation import Evaluation
 from mezzo.journal import Journal
 from mezzo.objectives import Objective
 from mezzo.optim import Sgd

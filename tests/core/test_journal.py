@@ -124,7 +124,9 @@ def test_a_line_of_another_run_does_not_fit(tmp_path):
     assert read(tmp_path / "b").torn == len(foreign)
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"{}\n", b"not json\n", b"\x00" * 100, b'{"format":1,"crc":"00000000"}\n'])
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b"{}\n", b"not json\n", b"\x00" * 100, b'{"format":1,"crc":"00000000"}\n']
+)
 def test_a_journal_without_a_sound_header_is_refused(tmp_path, content):
     (tmp_path / NAME).write_bytes(content)
     with pytest.raises(JournalError, match="header"):

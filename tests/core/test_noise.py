@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from mezzo import noise
 from mezzo.engines.torch.noise import NoiseSource
 
-KNOWN_WORDS = ['0x77e198359216f7f8', '0x35525fc4d1252dbd', '0x1dbce9aff6a2075e', '0x87cece0b0f6b92f2']
+KNOWN_WORDS = ["0x77e198359216f7f8", "0x35525fc4d1252dbd", "0x1dbce9aff6a2075e", "0x87cece0b0f6b92f2"]
 KNOWN_SIGNS = [1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 1.0]
 KNOWN_NORMALS = [1.8612985610961914, 0.17813092470169067, 0.2394440770149231, -0.0793459489941597]
-KNOWN_SEED = '0x3f664a05fa00854a'
+KNOWN_SEED = "0x3f664a05fa00854a"
 KNOWN_PRODUCT = [[2.0, 2.0], [-2.0, -2.0], [2.0, 2.0]]
 SEEDS = st.integers(0, 2**64 - 1)
 

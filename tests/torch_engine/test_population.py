@@ -89,11 +89,14 @@ def test_padding_order_and_micro_batches_do_not_matter(model, space):
         np.testing.assert_allclose(other.score(batch, PAIR), scores, atol=1e-5)
 
 
+@pytest.mark.parametrize("space", [Space("lora", rank=4), Space("full")], ids=["lora", "full"])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "unshared"])
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
-def test_candidate_continuations_equal_teacher_forcing(reduce):
+def test_candidate_continuations_equal_teacher_forcing(reduce, shared, space):
     model = make_llama()
     pristine = copy.deepcopy(model)
-    engine = engine_for(model, Space("lora", rank=4), rows=5)
+    engine = engine_for(model, space, rows=3)
+    engine.share_prompts = shared
     rng = np.random.default_rng(5)
 
     def tokens(low: int, high: int) -> tuple[int, ...]:
@@ -120,3 +123,17 @@ def test_a_probe_leaves_no_trace(model):
         engine.score(batch, PAIR)
     assert engine.digest() == before[0]
     np.testing.assert_array_equal(engine.score(batch, [Probe()]), before[1])
+
+
+def test_generation_equals_a_plain_models(tmp_path):
+    model = make_llama()
+    pristine = copy.deepcopy(model)
+    engine, batch = engine_for(model, Space("lora", rank=4), rows=4), make_batch(7)
+    found = engine.generate(batch, PAIR, max_new_tokens=6)
+    assert found[0] != found[1], "the signs must differ somewhere, else this test shows nothing"
+    for index, probe in enumerate(PAIR):
+        twin = written(pristine, engine.trained, engine.state(), "rademacher", probe, engine.space)
+        for row, prompt in enumerate(batch.prompts):
+            ids = torch.tensor([prompt.ids])
+            plain = twin.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+            assert found[index][row] == tuple(plain[0, ids.shape[1] :].tolist()) + (engine.pad_id,) * (6 - (plain.shape[1] - ids.shape[1]))

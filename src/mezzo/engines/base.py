@@ -65,8 +65,8 @@ class Engine(Protocol):
         """Move the weights, one update after the other."""
         ...
 
-    def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[str]]:
-        """Greedy continuations, texts[P][B]."""
+    def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[tuple[int, ...]]]:
+        """Greedy continuations as token ids, [P][B]; what follows an end token is padding."""
         ...
 
     def state(self) -> dict[str, npt.NDArray[np.generic]]:

@@ -6,7 +6,11 @@ from mezzo.engines.base import Engine, EngineSpec
 
 
 def open_engine(spec: EngineSpec) -> Engine:
-    """SGLang with the model of `spec` at the base, its trained tensors where its workers are."""
+    """SGLang with the model of `spec` at the base: servers where URLs are given, else started here."""
+    if spec.urls:
+        from mezzo.engines.sglang.server import ServerEngine
+
+        return ServerEngine(spec)
     from mezzo.engines.sglang.versions import check_version
 
     check_version()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,12 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from mezzo.engines.base import EngineSpec, Unit
-from mezzo.engines.sglang import launch
+from mezzo.engines.hub import load_config
+from mezzo.engines.sglang import launch, requests
 from mezzo.engines.sglang.channel import Channel
 from mezzo.engines.sglang.facts import facts_of
 from mezzo.engines.sglang.forward import Count
 from mezzo.engines.sglang.liveness import refuse_dead
 from mezzo.engines.sglang.pieces import assembled, digest_of, fitting
+from mezzo.engines.sglang.rows import rows_of
 from mezzo.engines.sglang.support import refuse_space
 from mezzo.engines.sglang.versions import check_version
 from mezzo.engines.sglang.weights import Plan
@@ -38,7 +41,7 @@ class SGLangEngine:
         self.count = Count()
         self.adapters = tuple(f"mezzo-{index}" for index in range(launch.MEMBERS))
         adapter = launch.adapter_of(spec, facts.trained)
-        self.engine = launch.start(spec, adapter)
+        self.engine, self.processes = launch.start(spec, adapter)
         self.channel = Channel(self.engine.collective_rpc, spec.tp)
         try:
             if adapter is not None:
@@ -71,7 +74,7 @@ class SGLangEngine:
             members=members,
             share=self.share_prefixes,
         )
-        self.count = Count(self.count.cached + count.cached, self.count.computed + count.computed)
+        self.count = self.count + count
         return scores  # type: ignore[no-any-return]
 
     def check(self, batch: Batch, eps: float) -> None:
@@ -84,7 +87,40 @@ class SGLangEngine:
         self.channel.call_all("apply", updates=tuple(updates))
 
     def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[str]]:
-        raise ModelError("this engine does not generate text")
+        """Greedy continuations of the whole prompts, by SGLang's own requests."""
+        if self.spec.family == "masked":
+            raise ModelError("a masked language model does not generate text")
+        from mezzo.engines.hub import load_tokenizer
+
+        tokenizer = load_tokenizer(self.spec.model, self.spec.remote_code)
+        sampling = {"max_new_tokens": max_new_tokens, "temperature": 0}
+        texts = []
+        for probe in probes:
+            answers = self._requested(probe, input_ids=[list(p.ids) for p in batch.prompts], sampling_params=sampling)
+            texts.append([tokenizer.decode(answer["output_ids"], skip_special_tokens=True) for answer in answers])
+        return texts
+
+    def score_by_requests(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
+        """The same scores through a request for each sequence, as servers are asked. Causal models only."""
+        rows, scores = rows_of(batch), requests.empty_scores(batch, len(probes))
+        for index, probe in enumerate(probes):
+            answers = self._requested(probe, **requests.request(rows, [None] * len(rows), batch.readout))
+            requests.put(scores, index, rows, requests.scores_of(rows, answers, batch.readout))
+        return scores
+
+    def residents(self) -> list[str]:
+        """Names of the adapters that SGLang holds ready."""
+        return list(self.channel.call("residents"))
+
+    def _requested(self, probe: Probe, **body: Any) -> list[Any]:
+        """Answers to requests at a probe, whose adapter is written first and whose cache is emptied before and after."""
+        placed = self.channel.call("place", probes=(probe,))
+        adapters = [self.adapters[0] if placed[0] else None] * len(body["input_ids"])
+        answers = self.engine.generate(**{**body, "lora_path": adapters})
+        while not self.channel.call("idle"):  # the last request may still be on its way out
+            time.sleep(0.005)
+        launch.watch_workers()
+        return list(answers)
 
     def state(self) -> dict[str, Array]:
         return assembled(self.trained, self.channel.call_all("state"))
@@ -110,11 +146,16 @@ class SGLangEngine:
 
     def close(self) -> None:
         self.channel.close()
-        self.engine.shutdown()
+        launch.stop(self.engine, self.processes)
 
 
 def _refuse_model(spec: EngineSpec) -> None:
-    if spec.family != "causal":
-        raise ModelError("the sglang engine scores causal language models; use --engine torch for a masked one")
+    if spec.family == "masked":
+        architectures = getattr(load_config(spec.model, spec.remote_code), "architectures", None) or ()
+        if "RobertaForMaskedLM" not in architectures:
+            raise ModelError(
+                f"of masked language models the sglang engine serves RobertaForMaskedLM, not {', '.join(architectures)}; "
+                "use --engine torch"
+            )
     if spec.classes:
         raise ModelError("SGLang serves no classification head; use --readout words or candidates, or --engine torch")

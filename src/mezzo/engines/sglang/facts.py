@@ -15,16 +15,20 @@ from mezzo.engines.torch.load import load_model
 from mezzo.space import Space, lora_names, select
 from mezzo.types import Trained
 
+SAMPLE = tuple(range(4, 12))
+
 
 @dataclass(frozen=True)
 class Facts:
-    """`start` is the digest of the trained tensors as Hugging Face has them: SGLang's copies must equal it."""
+    """`start` is the digest of the trained tensors as Hugging Face has them: SGLang's copies must equal it. `sample` are the
+    log-probabilities of the tokens SAMPLE after the prompt SAMPLE: by them a server's model is recognised."""
 
     base_digest: str
     parameters: int
     trained: tuple[Trained, ...]
     frozen: tuple[Trained, ...]
     start: str
+    sample: tuple[float, ...] = ()
 
 
 def facts_of(spec: EngineSpec) -> Facts:
@@ -52,7 +56,14 @@ def facts_of(spec: EngineSpec) -> Facts:
         trained=trained,
         frozen=frozen,
         start=catalog.digest_of(start),
+        sample=_sample(model) if spec.urls else (),
     )
+
+
+@torch.no_grad()
+def _sample(model: torch.nn.Module) -> tuple[float, ...]:
+    logits = model(input_ids=torch.tensor([SAMPLE])).logits[0, -1].float()
+    return tuple(float(value) for value in logits.log_softmax(-1)[list(SAMPLE)])
 
 
 def fresh(trained: Trained, seed: int) -> torch.Tensor:

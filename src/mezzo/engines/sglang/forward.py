@@ -36,6 +36,9 @@ class Count:
     cached: int = 0
     computed: int = 0
 
+    def __add__(self, other: Count) -> Count:
+        return Count(self.cached + other.cached, self.computed + other.computed)
+
 
 class Forward:
     """Borrowed parts of one scheduler."""
@@ -45,6 +48,7 @@ class Forward:
 
         self.scheduler = scheduler
         self.runner = scheduler.tp_worker.model_runner
+        self.causal = bool(scheduler.is_generation)
         self.share = share
         self.count = Count()
         self._ready = 0
@@ -64,10 +68,29 @@ class Forward:
         """[members, rows, words], or [members, rows] for candidates, of one unit. `every` are the rows of the batch it
         belongs to: what they all share is computed once and kept for its other units."""
         self._make_room(sum(len(row.ids) for row in rows) * len(members) * 2)
+        if not self.causal:
+            return self._looked(rows, members, readout)
         if self.share:
             self._prepare(rows, members, every)
         found = self._extend([(row.ids, row.start, m) for m in members for row in rows], readout, kept=False)
         return found.view(len(members), len(rows), *found.shape[1:])
+
+    def _looked(self, rows: Sequence[Row], members: Sequence[Member], readout: Readout) -> Tensor:
+        """An encoder's scores leave SGLang as embeddings; nothing of a bidirectional sequence can be shared."""
+        from mezzo.engines.sglang.models.roberta import Look
+
+        reqs = [self._request(row.ids, -1, member) for member in members for row in rows]
+        self.runner.model.look = Look(
+            tuple(row.position for row in rows) * len(members), readout.words, readout.vocabulary
+        )
+        try:
+            found = self.scheduler.tp_worker.forward_batch_embedding(self._batch(reqs))
+        finally:
+            self.runner.model.look = None
+        output = found[0] if isinstance(found, tuple) else found
+        self._finished(reqs, kept=False)
+        scores = output.embeddings if hasattr(output, "embeddings") else output
+        return torch.as_tensor(scores).float().cpu().view(len(members), len(rows), -1)
 
     def _prepare(self, rows: Sequence[Row], members: Sequence[Member], every: Sequence[Row]) -> None:
         """Fill the tree: first what the whole batch shares, then the prompts of this unit's candidates."""
@@ -95,11 +118,15 @@ class Forward:
         batch = self._batch(reqs)
         output = self.scheduler.tp_worker.forward_batch_generation(batch, is_verify=True).logits_output
         found = torch.empty(0) if readout is None else self._read(output, work, readout)
+        self._finished(reqs, kept)
+        return found
+
+    def _finished(self, reqs: Sequence[Any], kept: bool) -> None:
+        """Give the sequences' memory back; SGLang has counted what it took from its cache."""
         for req in reqs:
             self.count.cached += req.cached_tokens
             self.count.computed += len(req.origin_input_ids) - req.cached_tokens
             self._release(req, kept)
-        return found
 
     def _request(self, ids: tuple[int, ...], start: int, member: Member) -> Any:
         from sglang.srt.managers.schedule_batch import Req

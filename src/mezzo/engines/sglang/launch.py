@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -10,12 +11,13 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import Any
 
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.hub import locate
 from mezzo.engines.sglang.facts import Facts
-from mezzo.engines.sglang.support import FUSED, TRAINABLE, leaf_of, module_of
+from mezzo.engines.sglang.support import FUSED, TRAINABLE, leaf_of, module_of, served
 from mezzo.errors import ConfigError, ModelError, RunFailed
 from mezzo.types import Trained
 
@@ -49,7 +51,7 @@ def adapter_of(spec: EngineSpec, trained: Sequence[Trained]) -> Adapter | None:
     """What the adapters of a space look like; None where nothing can be trained."""
     if spec.space.kind not in TRAINABLE:
         return None
-    targets = {leaf_of(module_of(t.name)) for t in trained}
+    targets = {leaf_of(served(module_of(t.name))) for t in trained}
     for parts in FUSED.values():  # SGLang stacks these, and wants all of a stack
         targets |= set(parts) if targets & set(parts) else set()
     rank = spec.space.rank if spec.space.kind == "lora" else spec.space.noise_rank
@@ -57,9 +59,9 @@ def adapter_of(spec: EngineSpec, trained: Sequence[Trained]) -> Adapter | None:
     return Adapter(rank, alpha, tuple(sorted(targets)))
 
 
-def start(spec: EngineSpec, adapter: Adapter | None) -> Any:
-    """An `sglang.Engine`; whatever it cannot do is explained."""
-    cpu = on_cpu(spec.device)
+def start(spec: EngineSpec, adapter: Adapter | None) -> tuple[Any, list[Any]]:
+    """An `sglang.Engine` and the processes it started; whatever it cannot do is explained."""
+    cpu, before = on_cpu(spec.device), _children()
     with _environment(_variables(spec, cpu)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.getLogger("sglang.srt.entrypoints.engine").addFilter(_not_our_handler)
@@ -70,7 +72,37 @@ def start(spec: EngineSpec, adapter: Adapter | None) -> Any:
         except (ValueError, RuntimeError, AssertionError, OSError) as error:
             first = (str(error).splitlines() or [repr(error)])[0]
             raise ModelError(f"SGLang could not start: {first}") from None
-    return engine
+    return engine, [child for child in _children() if child not in before]
+
+
+def stop(engine: Any, processes: Sequence[Any]) -> None:
+    """End SGLang. Its own `shutdown` would end every child of this process, whoever started it."""
+    atexit.unregister(engine.shutdown)
+    watchdog = getattr(engine.tokenizer_manager, "_subprocess_watchdog", None)
+    if watchdog is not None:
+        watchdog.stop()
+    if getattr(engine, "send_to_rpc", None) is not None:
+        engine.send_to_rpc.close(linger=0)
+        engine.send_to_rpc = None
+    import psutil
+
+    doomed = list(processes)
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            doomed += process.children(recursive=True)
+    for process in doomed:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(doomed, timeout=30)
+
+
+def _children() -> list[Any]:
+    """This process's children, without multiprocessing's own tracker, which outlives any engine."""
+    import psutil
+
+    resource_tracker.ensure_running()
+    tracker = getattr(resource_tracker, "_resource_tracker")._pid  # noqa: B009
+    return [child for child in psutil.Process().children() if child.pid != tracker]
 
 
 def worker_died(signum: int, frame: Any) -> None:
@@ -102,6 +134,8 @@ def arguments(spec: EngineSpec, adapter: Adapter | None, cpu: bool) -> dict[str,
         "log_level": "error",
         "custom_sigquit_handler": worker_died,
     }
+    if spec.family == "masked":  # an encoder reads whole sequences and caches nothing
+        chosen |= {"is_embedding": True, "disable_radix_cache": True}
     if cpu:
         chosen |= {
             "device": "cpu",
@@ -130,6 +164,7 @@ def load_slots(engine: Any, adapter: Adapter, facts: Facts, names: Sequence[str]
     shapes = _shapes(facts)
     zeros = {}
     for module, (out, inner) in shapes.items():
+        module = served(module)
         zeros[f"base_model.model.{module}.lora_A.weight"] = torch.zeros(adapter.rank, inner)
         zeros[f"base_model.model.{module}.lora_B.weight"] = torch.zeros(out, adapter.rank)
     for name in names:
@@ -163,8 +198,11 @@ def on_cpu(device: str) -> bool:
 def _variables(spec: EngineSpec, cpu: bool) -> dict[str, str]:
     """What SGLang's processes read from the environment; a user's own setting stands."""
     chosen = {"PYTHONWARNINGS": "ignore"}
+    if spec.family == "masked":
+        chosen["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "mezzo.engines.sglang.models"
     if cpu:
         chosen["SGLANG_USE_CPU_ENGINE"] = "1"
+        chosen["OMP_WAIT_POLICY"] = "PASSIVE"  # pinned threads that spin while they wait starve whoever shares the core
     if cpu and (spec.tp > 1 or spec.threads):
         # SGLang pins its threads: ranks on the same cores would wait for each other.
         cores = sorted(os.sched_getaffinity(0))[: max(spec.threads or 0, spec.tp) if spec.threads else None]

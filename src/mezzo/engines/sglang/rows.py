@@ -14,12 +14,14 @@ SHARED = 16
 @dataclass(frozen=True, slots=True)
 class Row:
     """One sequence of one example. `start` ≥ 0: the log-probabilities of the tokens after it are read; −1: the last
-    position's logits are. `prompt` tokens at the front belong to all candidates of the example."""
+    position's logits are, or in an encoder those at `position`. `prompt` tokens at the front belong to all candidates of
+    the example."""
 
     ids: tuple[int, ...]
     start: int
     prompt: int
     where: tuple[int, int]
+    position: int = -1
 
     @property
     def reusable(self) -> int:
@@ -27,10 +29,12 @@ class Row:
         return self.start if self.start >= 0 else len(self.ids) - 1
 
 
-def rows_of(batch: Batch) -> list[Row]:
+def rows_of(batch: Batch, causal: bool = True) -> list[Row]:
     """The sequences, short with short, candidates of a prompt side by side. Behind a causal mask nothing after the
-    readout matters, so it is left out."""
-    if batch.readout.kind == "candidates":
+    readout matters, so it is left out; an encoder sees all of it."""
+    if not causal:
+        rows = [Row(p.ids, -1, 0, (index, 0), p.position % len(p.ids)) for index, p in enumerate(batch.prompts)]
+    elif batch.readout.kind == "candidates":
         rows = [
             Row(p.ids + candidate, len(p.ids) - 1, len(p.ids), (index, number))
             for index, p in enumerate(batch.prompts)

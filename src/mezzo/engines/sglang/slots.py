@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from mezzo.engines.sglang.shards import Part, parts_of
-from mezzo.engines.sglang.support import leaf_of, module_of
+from mezzo.engines.sglang.support import leaf_of, module_of, served
 from mezzo.errors import ModelError
 from mezzo.types import Trained
 
@@ -40,9 +40,10 @@ class Slots:
                     self.places[part.module] = Place(part, leaf_of(path), depth, wrapper.base_layer)
 
     def place(self, module: str) -> Place:
-        if module not in self.places:
-            raise ModelError(f"SGLang's model has no projection {module}; it has {', '.join(list(self.places)[:3])} …")
-        return self.places[module]
+        path = served(module)
+        if path not in self.places:
+            raise ModelError(f"SGLang's model has no projection {path}; it has {', '.join(list(self.places)[:3])} …")
+        return self.places[path]
 
     def refuse_padding(self, trained: Trained) -> None:
         """On a CPU SGLang widens layers that do not divide evenly, and its own adapters then do not fit them."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from mezzo.engines.sglang.forward import Count, Forward, Member
+from mezzo.engines.sglang.requests import empty_scores, put
 from mezzo.engines.sglang.rows import rows_of
 from mezzo.engines.sglang.slots import Slots
 from mezzo.engines.sglang.weights import WEIGHTS, Array, Piece, Plan, Weights
@@ -39,11 +39,7 @@ class Worker:
         self, batch: Batch, probes: Sequence[Probe], rows: int, members: int, share: bool = True
     ) -> tuple[Scores, Count]:
         """scores[P, B, C], and the tokens it took; `rows` examples at `members` probes in one forward."""
-        every = rows_of(batch)
-        width = max(row.where[1] for row in every) + 1
-        if batch.readout.kind == "words":
-            width = len(batch.readout.words)
-        out = np.full((len(probes), len(batch), width), -np.inf, dtype=np.float32)
+        every, out = rows_of(batch, self.forward.causal), empty_scores(batch, len(probes))
         self.forward.share, self.forward.count = share, Count()
         try:
             for first in range(0, len(probes), members):
@@ -51,13 +47,16 @@ class Worker:
                 for start in range(0, len(every), rows):
                     unit = every[start : start + rows]
                     scores = self.forward.scores(unit, chunk, batch.readout, every).numpy()
-                    for index, row in enumerate(unit):
-                        example, candidate = row.where
-                        target = slice(None) if scores.ndim == 3 else candidate
-                        out[first : first + len(chunk), example, target] = scores[:, index]
+                    for index in range(len(chunk)):
+                        put(out, first + index, unit, scores[index])
         finally:
             self.forward.flush()  # a failed forward must not leave SGLang's pools half full either
         return out, self.forward.count
+
+    def residents(self) -> list[str]:
+        """Names of the adapters in SGLang's pool."""
+        manager = self.scheduler.tp_worker.model_runner.lora_manager
+        return [manager.lora_refs[uid].lora_name for uid in manager.memory_pool.uid_to_buffer_id if uid is not None]
 
     def place(self, probes: Sequence[Probe]) -> list[str | None]:
         """Write the probes into the adapter slots, for requests to use."""
@@ -94,4 +93,5 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "state": Worker.state,
     "load": Worker.load,
     "idle": Worker.idle,
+    "residents": Worker.residents,
 }

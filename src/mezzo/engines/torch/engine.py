@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from mezzo import noise
 from mezzo.engines.base import Unit
 from mezzo.engines.torch import catalog, layers
-from mezzo.engines.torch.inputs import Rows, pack
+from mezzo.engines.torch.inputs import Rows, by_length, pack, padded
 from mezzo.engines.torch.noise import NoiseSource
 from mezzo.engines.torch.population import Population
+from mezzo.engines.torch.shared import score_candidates
 from mezzo.errors import JournalError, ModelError
 from mezzo.space import Space, lora_names, select
 from mezzo.types import Batch, Probe, Scores, TensorInfo, Trained, Update
@@ -42,6 +43,7 @@ class TorchEngine:
         self.space = space
         self.pad_id = pad_id
         self.causal = _is_causal(model)
+        self.share_prompts = True  # candidates of one prompt continue its keys and values
         self.base_digest = catalog.digest_of(self.model.named_parameters())
         self.catalogue: list[TensorInfo] = catalog.catalogue(model, catalog.used_modules(model, self._tiny_inputs()))
         self.trained: tuple[Trained, ...] = select(space, self.catalogue)
@@ -58,14 +60,23 @@ class TorchEngine:
     def score(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
         """scores[P, B, C]: pairs of probes by micro-batches of examples, each one forward."""
         out = np.full((len(probes), len(batch), self.width(batch)), -np.inf, dtype=np.float32)
-        groups = pack(batch, self.unit, self.pad_id)
+        shared = self.share_prompts and self.causal and batch.readout.kind == "candidates"
+        groups = [] if shared else pack(batch, self.unit, self.pad_id)
         for first in range(0, len(probes), self.unit.members):
             chunk = probes[first : first + self.unit.members]
+            here = out[first : first + len(chunk)]
             with self.population.at(chunk):
                 for rows in groups:
                     scores = self._forward(rows, batch).reshape(len(chunk), -1, *rows.tail)
-                    rows.place(out[first : first + len(chunk)], scores.cpu().numpy())
+                    rows.place(here, scores.cpu().numpy())
+                if shared:
+                    self._score_shared(batch, here)
         return out
+
+    def _score_shared(self, batch: Batch, out: Scores) -> None:
+        for places in by_length([p.ids for p in batch.prompts], self.unit.rows):
+            found = score_candidates(self, [batch.prompts[place] for place in places], batch.readout)
+            out[:, places, : found.shape[2]] = found
 
     @torch.no_grad()
     def apply(self, updates: Sequence[Update]) -> None:
@@ -74,8 +85,37 @@ class TorchEngine:
                 self.population.apply(update)
             self.population.source.forget()
 
-    def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[str]]:
-        raise ModelError("this engine does not generate text")
+    @torch.no_grad()
+    def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[tuple[int, ...]]]:
+        """Greedy continuations by the model's own `generate`, every row at its own probe."""
+        if not self.causal:
+            raise ModelError(f"{type(self.model).__name__} is not a causal model: it cannot generate text")
+        out: list[list[tuple[int, ...]]] = []
+        for first in range(0, len(probes), self.unit.members):
+            with self.population.at(probes[first : first + self.unit.members]):
+                out += self._generated(batch, max_new_tokens)
+        return out
+
+    def _generated(self, batch: Batch, max_new_tokens: int) -> list[list[tuple[int, ...]]]:
+        members = self.population.members
+        texts: list[list[tuple[int, ...]]] = [[()] * len(batch) for _ in range(members)]
+        for places in by_length([p.ids for p in batch.prompts], self.unit.rows):
+            self.population.rows = len(places)
+            backwards = [batch.prompts[place].ids[::-1] for place in places]  # generation pads on the left
+            ids = padded(backwards, None, self.pad_id).flip(1)
+            mask = padded([(1,) * len(row) for row in backwards], None, 0).flip(1)
+            found = self.model.generate(  # type: ignore[operator]
+                input_ids=ids.repeat(members, 1).to(self.device),
+                attention_mask=mask.repeat(members, 1).to(self.device),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                num_beams=1,
+                pad_token_id=self.pad_id,
+            )[:, ids.shape[1] :].tolist()
+            for row, tokens in enumerate(found):
+                member, index = divmod(row, len(places))
+                texts[member][places[index]] = tuple(tokens)
+        return texts
 
     def state(self) -> dict[str, npt.NDArray[np.generic]]:
         return {t.name: self.population.value(t.name).detach().cpu().numpy().copy() for t in self.trained}
@@ -181,8 +221,9 @@ class TorchEngine:
         if rows.padded and not (self.causal and rows.positions is not None):
             # Behind a causal mask nothing before the readout sees the padding on its right.
             inputs["attention_mask"] = rows.mask
-        if rows.segments is not None and getattr(self.model.config, "type_vocab_size", 0) > 1:
-            inputs["token_type_ids"] = rows.segments
+        types = getattr(self.model.config, "type_vocab_size", 0)
+        if rows.segments is not None and types > 1:
+            inputs["token_type_ids"] = rows.segments.clamp(max=types - 1)
         found = {key: value.to(self.device, non_blocking=True).repeat(members, 1) for key, value in inputs.items()}
         return {**found, "use_cache": False} if self.causal else found
 

@@ -63,11 +63,14 @@ class Rows:
 def pack(batch: Batch, unit: Unit, pad_id: int) -> list[Rows]:
     """Micro-batches of at most `unit.rows` rows, short with short, so that little is padded. A pure function of its arguments."""
     units = _sequences(batch)
-    ordered = sorted(range(len(units)), key=lambda index: (len(units[index].ids), index))
-    return [
-        _rows([units[index] for index in ordered[first : first + unit.rows]], batch.readout, unit.pad_to, pad_id)
-        for first in range(0, len(ordered), unit.rows)
-    ]
+    groups = by_length([one.ids for one in units], unit.rows)
+    return [_rows([units[index] for index in group], batch.readout, unit.pad_to, pad_id) for group in groups]
+
+
+def by_length(rows: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+    """Indices of the rows in groups of at most `size`, sorted by length, ties by place."""
+    ordered = sorted(range(len(rows)), key=lambda index: (len(rows[index]), index))
+    return [ordered[first : first + size] for first in range(0, len(ordered), size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +109,18 @@ def _rows(units: Sequence[_Sequence], readout: Readout, pad_to: int, pad_id: int
     segments = [unit.segments for unit in units] if any(unit.segments for unit in units) else None
     width = {"words": len(readout.words), "head": readout.classes, "candidates": 0}[readout.kind]
     return Rows(
-        ids=_padded([unit.ids for unit in units], length, pad_id),
-        mask=_padded([(1,) * len(unit.ids) for unit in units], length, 0),
-        segments=_padded(segments, length, 0) if segments else None,
-        positions=_padded([unit.positions for unit in units], None, 0) if readout.kind != "head" else None,
-        targets=_padded([unit.targets for unit in units], None, -1) if readout.kind == "candidates" else None,
+        ids=padded([unit.ids for unit in units], length, pad_id),
+        mask=padded([(1,) * len(unit.ids) for unit in units], length, 0),
+        segments=padded(segments, length, 0) if segments else None,
+        positions=padded([unit.positions for unit in units], None, 0) if readout.kind != "head" else None,
+        targets=padded([unit.targets for unit in units], None, -1) if readout.kind == "candidates" else None,
         where=tuple(unit.where for unit in units),
         tail=(width,) if width else (),
     )
 
 
-def _padded(rows: Sequence[Sequence[int]], length: int | None, fill: int) -> Tensor:
+def padded(rows: Sequence[Sequence[int]], length: int | None, fill: int) -> Tensor:
+    """Rows of ids side by side, filled up to `length`, or to the longest."""
     length = max(len(row) for row in rows) if length is None else length
     table = np.full((len(rows), length), fill, dtype=np.int64)
     for index, row in enumerate(rows):

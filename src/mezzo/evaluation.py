@@ -14,6 +14,7 @@ from mezzo import noise
 from mezzo.engines.base import Engine
 from mezzo.errors import DataError
 from mezzo.objectives import METRICS, cross_entropy, log_sum_exp
+from mezzo.rewards import Decode, Rewarded, exact_match, text_f1
 from mezzo.types import Batch, Probe, Prompt, Readout
 
 Z95 = 1.959964
@@ -44,12 +45,34 @@ def scores_of(engine: Engine, prompts: Sequence[Prompt], readout: Readout) -> np
     return engine.score(Batch(tuple(prompts), readout), [Probe()])[0].astype(np.float64)
 
 
-def evaluate(engine: Engine, prompts: Sequence[Prompt], readout: Readout, metric: str = "accuracy") -> Evaluation:
-    """Evaluate labelled prompts."""
+def evaluate(
+    engine: Engine, prompts: Sequence[Prompt], readout: Readout, metric: str = "accuracy", more: Sequence[Sequence[Prompt]] = ()
+) -> Evaluation:
+    """Evaluate labelled prompts; `more` are the same examples with other demonstrations, whose scores are averaged in."""
     if not prompts:
         raise DataError("there are no examples to evaluate")
     batch = Batch(tuple(prompts), readout)
-    return judged(scores_of(engine, prompts, readout), batch, metric)
+    scores = scores_of(engine, prompts, readout)
+    if more:
+        drawn = [scores, *(scores_of(engine, others, readout) for others in more)]
+        scores = np.mean([each - log_sum_exp(each) for each in drawn], axis=0)
+    return judged(scores, batch, metric)
+
+
+def evaluate_texts(
+    engine: Engine, prompts: Sequence[Prompt], readout: Readout, decode: Decode, max_new_tokens: int
+) -> Evaluation:
+    """Evaluate generated answers: mean F1 of words, with exact match as the accuracy and the answers' LM loss."""
+    if not prompts:
+        raise DataError("there are no examples to evaluate")
+    batch = Batch(tuple(prompts), readout)
+    loss = float(cross_entropy(engine.score(batch, [Probe()]), batch)[0])
+    texts = Rewarded(engine, decode, text_f1, max_new_tokens).texts(batch, [Probe()])[0]
+    values = np.array([text_f1(text, prompt) for text, prompt in zip(texts, prompts, strict=True)])
+    exact = float(np.mean([exact_match(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]))
+    half = Z95 * float(values.std()) / math.sqrt(len(values))
+    mean = float(values.mean())
+    return Evaluation("f1", mean, (max(0.0, mean - half), min(1.0, mean + half)), exact, loss, len(values), mean)
 
 
 def judged(scores: npt.NDArray[np.float64], batch: Batch, metric: str) -> Evaluation:

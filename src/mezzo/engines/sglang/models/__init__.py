@@ -1,0 +1,1 @@
+"""Models that SGLang does not have: it finds them here through SGLANG_EXTERNAL_MODEL_PACKAGE."""

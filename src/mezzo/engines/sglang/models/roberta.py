@@ -1,0 +1,178 @@
+"""`RobertaForMaskedLM` for SGLang: an encoder with its masked-LM head, read at one position a sequence.
+
+Built from SGLang's own linear and attention layers, under the names its LoRA manager knows (`layers.N.qkv_proj`, `o_proj`,
+`down_proj`), so that adapters, several in one batch, and tensor parallelism work as on any other model. SGLang has no
+masked-LM readout: the label-word scores leave the model as its "embedding". What to read is set by the engine before a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sglang.srt.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from sglang.srt.layers.pooler import EmbeddingPoolerOutput
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from torch import Tensor, nn
+
+from mezzo.engines.sglang.support import served
+
+
+@dataclass(frozen=True)
+class Look:
+    """Where each sequence is read, for which rows of the LM head, and whether over the whole vocabulary."""
+
+    positions: tuple[int, ...]
+    words: tuple[int, ...]
+    vocabulary: bool
+
+
+class Layer(nn.Module):
+    """One post-norm transformer layer."""
+
+    def __init__(self, config: Any, index: int, quant: Any = None) -> None:
+        super().__init__()
+        size, heads = config.hidden_size, config.num_attention_heads
+        name = f"layers.{index}"
+        self.qkv_proj = QKVParallelLinear(
+            hidden_size=size,
+            head_size=size // heads,
+            total_num_heads=heads,
+            total_num_kv_heads=heads,
+            bias=True,
+            quant_config=quant,
+            prefix=f"{name}.qkv_proj",
+        )
+        self.width = self.qkv_proj.q_proj_shard_size
+        self.attn = RadixAttention(
+            num_heads=self.width // (size // heads),
+            head_dim=size // heads,
+            scaling=(size // heads) ** -0.5,
+            num_kv_heads=self.width // (size // heads),
+            layer_id=index,
+            prefix=f"{name}.attn",
+            attn_type=AttentionType.ENCODER_ONLY,
+        )
+        self.o_proj = RowParallelLinear(size, size, bias=True, quant_config=quant, prefix=f"{name}.o_proj")
+        self.attention_norm = nn.LayerNorm(size, eps=config.layer_norm_eps)
+        inner = config.intermediate_size
+        self.mid_proj = ColumnParallelLinear(size, inner, bias=True, quant_config=quant, prefix=f"{name}.mid_proj")
+        self.down_proj = RowParallelLinear(inner, size, bias=True, quant_config=quant, prefix=f"{name}.down_proj")
+        self.output_norm = nn.LayerNorm(size, eps=config.layer_norm_eps)
+
+    def forward(self, hidden: Tensor, forward_batch: Any) -> Tensor:
+        q, k, v = self.qkv_proj(hidden)[0].split([self.width] * 3, dim=-1)
+        hidden = self.attention_norm(self.o_proj(self.attn(q, k, v, forward_batch))[0] + hidden)
+        return self.output_norm(self.down_proj(F.gelu(self.mid_proj(hidden)[0]))[0] + hidden)
+
+
+class RobertaForMaskedLM(nn.Module):
+    """The whole model. Embeddings and head are small and held by every rank."""
+
+    def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
+        super().__init__()
+        if config.hidden_act != "gelu":
+            raise ValueError(f"this RoBERTa computes gelu, not {config.hidden_act!r}")
+        self.config = config
+        size = config.hidden_size
+        self.word_embeddings = nn.Embedding(config.vocab_size, size)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, size)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, size)
+        self.embedding_norm = nn.LayerNorm(size, eps=config.layer_norm_eps)
+        self.layers = nn.ModuleList(Layer(config, i, quant_config) for i in range(config.num_hidden_layers))
+        self.head_dense = nn.Linear(size, size)
+        self.head_norm = nn.LayerNorm(size, eps=config.layer_norm_eps)
+        self.head_bias = nn.Parameter(torch.zeros(config.vocab_size))
+        self.decoder = None if config.tie_word_embeddings else nn.Embedding(config.vocab_size, size)
+        self.look: Look | None = None
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        forward_batch: Any,
+        input_embeds: Tensor | None = None,
+        get_embedding: bool = False,
+    ) -> EmbeddingPoolerOutput:
+        hidden = self.word_embeddings(input_ids) + self.token_type_embeddings.weight[0]
+        # RoBERTa counts positions from behind its padding token's id. Sequences here are whole and unpadded.
+        hidden = hidden + self.position_embeddings(positions + self.config.pad_token_id + 1)
+        hidden = self.embedding_norm(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden, forward_batch)
+        ends = torch.cumsum(forward_batch.extend_seq_lens, 0)
+        return EmbeddingPoolerOutput(embeddings=self._scores(hidden, ends - forward_batch.extend_seq_lens))
+
+    def _scores(self, hidden: Tensor, starts: Tensor) -> Tensor:
+        if self.look is None:
+            raise ValueError("this model is read by mezzo's engine, which says where and for which words")
+        look, device = self.look, hidden.device
+        read = hidden[starts + torch.tensor(look.positions, device=device)]
+        read = self.head_norm(F.gelu(self.head_dense(read)))
+        rows = (self.decoder or self.word_embeddings).weight
+        words = torch.tensor(look.words, device=device)
+        if not look.vocabulary:
+            return F.linear(read, rows[words], self.head_bias[words]).float()
+        return F.linear(read, rows, self.head_bias).float().log_softmax(-1)[:, words]
+
+    # ---- what SGLang asks of a model
+
+    def get_hidden_dim(self, module_name: str, layer_idx: int) -> tuple[int, int]:
+        """(in, out) of the modules that adapters reach."""
+        size, inner = self.config.hidden_size, self.config.intermediate_size
+        return {
+            "qkv_proj": (size, 3 * size),
+            "o_proj": (size, size),
+            "mid_proj": (size, inner),
+            "down_proj": (inner, size),
+        }[module_name]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        own = dict(self.named_parameters())
+        missing = set(own)
+        for name, loaded in weights:
+            target, shard = _target(name)
+            if target not in own:
+                continue  # a pooler that the readout ignores, or the tied decoder
+            loader = getattr(own[target], "weight_loader", default_weight_loader)
+            loader(own[target], loaded, *((shard,) if shard else ()))
+            missing.discard(target)
+        if missing:
+            raise ValueError(f"the checkpoint lacks {', '.join(sorted(missing)[:3])}")
+
+
+OUTSIDE = {
+    "roberta.embeddings.word_embeddings": "word_embeddings",
+    "roberta.embeddings.position_embeddings": "position_embeddings",
+    "roberta.embeddings.token_type_embeddings": "token_type_embeddings",
+    "roberta.embeddings.LayerNorm": "embedding_norm",
+    "lm_head.dense": "head_dense",
+    "lm_head.layer_norm": "head_norm",
+    "lm_head.decoder": "decoder",
+}
+NORMS = {"attention.output.LayerNorm": "attention_norm", "output.LayerNorm": "output_norm"}
+
+
+def _target(name: str) -> tuple[str, str]:
+    """A checkpoint's tensor name → this model's parameter and, in a fused one, which part."""
+    if name == "lm_head.bias":
+        return "head_bias", ""
+    module, _, kind = name.rpartition(".")
+    if module in OUTSIDE:
+        return f"{OUTSIDE[module]}.{kind}", ""
+    layer, _, rest = module.removeprefix("roberta.encoder.layer.").partition(".")
+    if rest in NORMS:
+        return f"layers.{layer}.{NORMS[rest]}.{kind}", ""
+    path = served(module)
+    leaf = path.rsplit(".", 1)[-1]
+    if leaf in ("q_proj", "k_proj", "v_proj"):
+        return f"{path.removesuffix(leaf)}qkv_proj.{kind}", leaf[0]
+    return f"{path}.{kind}", ""
+
+
+EntryClass = RobertaForMaskedLM

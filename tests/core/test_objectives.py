@@ -1,0 +1,113 @@
+"""Objectives against plain formulas, and rewards over text."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mezzo.errors import ConfigError
+from mezzo.evaluation import balanced, bootstrap, judged, wilson
+from mezzo.objectives import METRICS, OBJECTIVES, cross_entropy, get_objective
+from mezzo.rewards import exact_match, text_f1
+from mezzo.types import Batch, Prompt, Readout
+
+
+def batch_of(labels: list[int], readout: Readout | None = None) -> Batch:
+    return Batch(tuple(Prompt((1,), label=y) for y in labels), readout or Readout("words", words=(1, 2, 3)))
+
+
+def scores_and_labels(seed: int = 0, classes: int = 3, n: int = 40) -> tuple[np.ndarray, list[int]]:
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(4, n, classes)).astype(np.float32), rng.integers(classes, size=n).tolist()
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_gives_one_loss_per_probe_and_prefers_the_right_answer(name):
+    scores, labels = scores_and_labels()
+    batch = batch_of(labels)
+    losses = get_objective(name)(scores, batch)
+    assert losses.shape == (4,)
+    assert losses.dtype == np.float64
+    right = np.eye(3, dtype=np.float32)[labels][None] * 10
+    assert get_objective(name)(right, batch)[0] < losses.min()
+
+
+def test_cross_entropy_is_torchs_and_ignores_a_constant_per_row():
+    scores, labels = scores_and_labels()
+    expected = [
+        float(torch.nn.functional.cross_entropy(torch.tensor(s).double(), torch.tensor(labels))) for s in scores
+    ]
+    np.testing.assert_allclose(cross_entropy(scores, batch_of(labels)), expected, rtol=1e-12)
+    shifted = scores.astype(np.float64) + np.random.default_rng(1).normal(size=(4, 40, 1))
+    np.testing.assert_allclose(cross_entropy(shifted.astype(np.float32), batch_of(labels)), expected, rtol=1e-5)
+
+
+def test_normalised_scores_are_taken_as_they_are():
+    scores, labels = scores_and_labels()
+    whole = batch_of(labels, Readout("words", words=(1, 2, 3), vocabulary=True))
+    picked = np.take_along_axis(scores, np.array(labels)[None, :, None], 2)[:, :, 0].astype(np.float64)
+    np.testing.assert_allclose(cross_entropy(scores, whole), -picked.mean(1))
+    answers = Batch(tuple(Prompt((1,), label=0, candidates=((5, 6),)) for _ in labels), Readout("candidates"))
+    np.testing.assert_allclose(cross_entropy(scores[:, :, :1], answers), -scores[:, :, 0].astype(np.float64).mean(1))
+
+
+def test_metrics_against_their_definitions():
+    predicted, labels = np.array([1, 1, 0, 1, 0, 0, 1, 0]), np.array([1, 0, 0, 1, 1, 0, 1, 0])
+    assert METRICS["accuracy"](predicted, labels) == 6 / 8
+    assert METRICS["f1"](predicted, labels) == pytest.approx(2 * 3 / (2 * 3 + 1 + 1))
+    assert METRICS["matthews"](predicted, labels) == pytest.approx((3 * 3 - 1 * 1) / np.sqrt(4 * 4 * 4 * 4))
+    assert METRICS["matthews"](np.zeros(8, int), labels) == 0.0
+    assert METRICS["f1"](np.zeros(8, int), np.zeros(8, int)) == 0.0
+    three = np.array([0, 1, 2, 2])
+    assert METRICS["matthews"](three, three) == pytest.approx(1.0)
+    assert METRICS["f1"](three, three) == pytest.approx(1.0)
+
+
+@given(st.integers(0, 10**6), st.integers(2, 5))
+def test_balanced_predictions_use_every_label_about_equally(seed, classes):
+    rng = np.random.default_rng(seed)
+    scores = rng.normal(size=(200, classes)) + rng.normal(size=classes) * 3
+    counts = np.bincount(balanced(scores), minlength=classes)
+    assert counts.min() >= 200 / classes * 0.7
+    if classes == 2:
+        assert abs(int(counts[0]) - int(counts[1])) <= 1
+
+
+def test_intervals():
+    low, high = wilson(0.8, 400)
+    assert (round(low, 3), round(high, 3)) == (0.758, 0.836)
+    assert wilson(1.0, 10)[1] == pytest.approx(1.0)
+    labels = np.array([0, 1] * 100)
+    low, high = bootstrap(labels, labels, "f1")
+    assert low == high == 1.0
+    found = judged(np.eye(3)[[0, 1, 2, 1]], batch_of([0, 1, 2, 2]), "accuracy")
+    assert (found.accuracy, found.n) == (0.75, 4)
+
+
+def test_users_functions_are_checked(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("def good(scores, batch):\n    return scores.sum((1, 2))\n\nbad = 3\n")
+    monkeypatch.chdir(tmp_path)
+    scores, labels = scores_and_labels()
+    np.testing.assert_allclose(get_objective("mine:good")(scores, batch_of(labels)), scores.sum((1, 2)), rtol=1e-6)
+    for name, message in {
+        "mine:bad": "is not a function",
+        "mine:missing": "cannot be imported",
+        "no_such_module:f": "cannot be imported",
+        "acuracy": "did you mean 'accuracy'",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            get_objective(name)
+    with pytest.raises(ConfigError, match="one loss per probe"):
+        get_objective(lambda s, b: s)(scores, batch_of(labels))
+
+
+def test_text_rewards():
+    prompt = Prompt((1,), answers=("The Eiffel Tower", "Eiffel tower, Paris"))
+    assert text_f1("the eiffel tower!", prompt) == 1.0
+    assert text_f1("tower", prompt) == pytest.approx(2 / 3)
+    assert text_f1("", prompt) == 0.0
+    assert exact_match("Eiffel Tower.", prompt) == 1.0
+    assert text_f1("anything", Prompt((1,))) == 0.0

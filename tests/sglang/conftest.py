@@ -1,0 +1,88 @@
+"""A real, unmodified SGLang on the CPU. One engine a file; tests marked `sglang` are skipped where SGLang is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mezzo.engines import open_engine
+from mezzo.engines.base import EngineSpec
+from mezzo.space import Space
+from mezzo.types import Batch, Probe, Prompt, Readout, Scores, Update
+
+HERE = importlib.util.find_spec("sglang") is not None
+MODEL = "mezzo/llama-mini"
+EPS = 1e-2
+PAIR = (Probe(((7, EPS),)), Probe(((7, -EPS),)))
+WORDS = (300, 900)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not HERE and item.get_closest_marker("sglang"):
+            item.add_marker(pytest.mark.skip(reason="SGLang is not installed: make test-sglang sets it up"))
+
+
+def spec_of(space: Space, **changes: Any) -> EngineSpec:
+    return EngineSpec(MODEL, "causal", space, **{"rows": 8, "seed": 3, "threads": 1, **changes})
+
+
+def both(spec: EngineSpec) -> Iterator[tuple[Any, Any]]:
+    """The SGLang engine and the torch engine it must agree with, moved off their start by the same updates."""
+    ours, reference = (
+        open_engine("sglang", spec),
+        open_engine(
+            "torch", EngineSpec(spec.model, spec.family, spec.space, rows=spec.rows, seed=spec.seed, threads=1)
+        ),
+    )
+    try:
+        for engine in (ours, reference):
+            engine.apply(UPDATES)
+        yield ours, reference
+    finally:
+        ours.close()
+
+
+def update(*terms: tuple[int, float], keep: float = 1.0) -> Update:
+    return Update(tuple((seed, float(np.float32(coef))) for seed, coef in terms), float(np.float32(keep)))
+
+
+# LoRA's B starts at zero, which would hide mistakes in A; two terms and decay exercise the whole update.
+UPDATES = [update((5, 0.01), (6, -0.02), keep=0.999), update((8, 0.005))]
+
+
+def tokens(rng: np.random.Generator, low: int, high: int) -> tuple[int, ...]:
+    return tuple(int(t) for t in rng.integers(5, 7000, size=rng.integers(low, high)))
+
+
+def words_batch(count: int = 12, vocabulary: bool = False, seed: int = 0, prefix: tuple[int, ...] = ()) -> Batch:
+    """Prompts of mixed lengths, one of which is read before its end."""
+    rng = np.random.default_rng(seed)
+    prompts = [Prompt(prefix + tokens(rng, 4, 24), label=index % 2) for index in range(count)]
+    prompts[1] = Prompt(prompts[1].ids, label=1, position=len(prompts[1].ids) - 2)
+    return Batch(tuple(prompts), Readout("words", words=WORDS, vocabulary=vocabulary))
+
+
+def candidates_batch(reduce: str = "mean", low: int = 3, high: int = 40) -> Batch:
+    """Prompts with one to three continuations of one to four tokens."""
+    rng = np.random.default_rng(1)
+    prompts = [
+        Prompt(tokens(rng, low, high), label=0, candidates=tuple(tokens(rng, 1, 5) for _ in range(count)))
+        for count in (2, 3, 1, 2, 3)
+    ]
+    return Batch(tuple(prompts), Readout("candidates", reduce=reduce))  # type: ignore[arg-type]
+
+
+def distance(a: Scores, b: Scores) -> float:
+    """Largest difference after subtracting each row's mean, the freedom that scores have."""
+    assert a.shape == b.shape
+    finite = np.isfinite(b)
+    np.testing.assert_array_equal(np.isfinite(a), finite)
+    a, b = (np.where(finite, x, np.nan).astype(np.float64) for x in (a, b))
+    if a.shape[-1] > 1:
+        a, b = a - np.nanmean(a, -1, keepdims=True), b - np.nanmean(b, -1, keepdims=True)
+    return float(np.nanmax(np.abs(a - b)))

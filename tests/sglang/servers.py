@@ -1,0 +1,84 @@
+"""Start and stop real SGLang servers on the CPU, for the tests of server mode."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from mezzo.engines.hub import locate
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+class Server:
+    """One `sglang.launch_server`; `ready()` waits for it, `kill()` ends it and what it started."""
+
+    def __init__(
+        self, model: str, log: Path, rank: int = 4, targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    ) -> None:
+        self.port, self.log = free_port(), log
+        self.url = f"http://127.0.0.1:{self.port}"
+        options = {
+            "--model-path": locate(model),
+            "--port": str(self.port),
+            "--dtype": "float32",
+            "--device": "cpu",
+            "--attention-backend": "torch_native",
+            "--sampling-backend": "pytorch",
+            "--grammar-backend": "none",
+            "--max-total-tokens": "20000",
+            "--mem-fraction-static": "0.3",
+            "--max-lora-rank": str(rank),
+            "--max-loras-per-batch": "4",
+            "--lora-backend": "torch_native",
+            "--log-level": "warning",
+        }
+        flags = [
+            "--disable-cuda-graph",
+            "--disable-overlap-schedule",
+            "--skip-server-warmup",
+            "--enable-lora",
+            "--sleep-on-idle",
+        ]
+        words = [word for pair in options.items() for word in pair]
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "sglang.launch_server", *words, *flags, "--lora-target-modules", *targets],
+                env={
+                    **os.environ,
+                    "SGLANG_USE_CPU_ENGINE": "1",
+                    "SGLANG_CPU_OMP_THREADS_BIND": "0",
+                    "PYTHONWARNINGS": "ignore",
+                },
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def ready(self, seconds: float = 300) -> Server:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                break
+            try:
+                with urllib.request.urlopen(self.url + "/server_info", timeout=5):
+                    return self
+            except (OSError, urllib.error.URLError):
+                time.sleep(0.5)
+        raise RuntimeError(f"the server did not start:\n{self.log.read_text()[-3000:]}")
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()

@@ -1,0 +1,178 @@
+"""What cannot be trained is refused before anything starts, and the message says what to do instead."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+import torch
+
+from mezzo import api
+from mezzo.engines.base import EngineSpec
+from mezzo.engines.sglang.facts import facts_of
+from mezzo.engines.sglang.launch import adapter_of
+from mezzo.engines.sglang.replica import Replica
+from mezzo.engines.sglang.server import ServerEngine
+from mezzo.errors import ConfigError, SpaceError
+from mezzo.space import Space
+from tests.sglang.conftest import spec_of
+from tests.sglang.servers import free_port
+
+
+@pytest.fixture(scope="module")
+def opt(tmp_path_factory):
+    from transformers import OPTConfig, OPTForCausalLM
+
+    folder = tmp_path_factory.mktemp("opt")
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=64,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        ffn_dim=32,
+        max_position_embeddings=32,
+        word_embed_proj_dim=16,
+    )
+    OPTForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("targets", [("v_proj",), ("q_proj",), ("k_proj", "o_proj")])
+def test_lora_on_value_alone_is_refused(targets):
+    with pytest.raises(SpaceError, match="--targets q_proj,v_proj"):
+        facts_of(spec_of(Space("lora", targets=targets)))
+
+
+def test_opt_feed_forward_layers_are_refused(opt):
+    with pytest.raises(SpaceError, match=r"fc1.*--targets q_proj,v_proj"):
+        facts_of(EngineSpec(opt, "causal", Space("lora", targets=("q_proj", "v_proj", "fc1")), rows=4))
+    with pytest.raises(SpaceError, match=r"fc1, fc2, out_proj.*--only"):
+        facts_of(EngineSpec(opt, "causal", Space("matrices", noise_rank=2), rows=4))
+    assert facts_of(EngineSpec(opt, "causal", Space("lora"), rows=4)).trained
+
+
+def test_matrices_need_low_rank_noise_that_fits():
+    with pytest.raises(SpaceError, match="--noise lowrank"):
+        facts_of(spec_of(Space("matrices")))
+    with pytest.raises(SpaceError, match="lower --noise-rank"):
+        facts_of(spec_of(Space("matrices", noise_rank=256)))
+
+
+def test_options_of_sglang_without_sglang_are_refused():
+    with pytest.raises(ConfigError, match="--engine sglang"):
+        api.resolve({"tp": 2})
+    with pytest.raises(ConfigError, match="--engine sglang"):
+        api.resolve({"url": "http://localhost:30000"})
+
+
+@pytest.mark.sglang
+def test_a_space_that_adapters_cannot_reach_is_refused_before_training(tmp_path):
+    from mezzo.engines.sglang.support import refuse_space
+
+    with pytest.raises(SpaceError, match="--space lora"):
+        refuse_space(Space("full"))
+    with pytest.raises(SpaceError, match="--targets q_proj,v_proj"):
+        api.finetune(
+            "mezzo/llama-mini",
+            task="sst-2",
+            train=str(_tiny(tmp_path)),
+            dev=str(_tiny(tmp_path)),
+            engine="sglang",
+            targets="v_proj",
+            out=tmp_path / "run",
+        )
+    assert not (tmp_path / "run").exists()
+
+
+def _tiny(folder):
+    path = folder / "tiny.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": t, "label": y}) + "\n" for t, y in (("good", "positive"), ("bad", "negative")))
+    )
+    return path
+
+
+# ---- servers, by what they say of themselves
+
+
+@contextlib.contextmanager
+def answering(body: bytes):
+    """Something that answers every GET on a port: another program, or an SGLang that says it is unfit."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+FIT = {
+    "version": "0.5.23",
+    "model_path": "m",
+    "enable_lora": True,
+    "max_lora_rank": 8,
+    "lora_target_modules": ["q_proj", "k_proj", "v_proj"],
+    "max_loras_per_batch": 4,
+}
+UNFIT = {
+    "no LoRA": ({"enable_lora": None}, "without LoRA.*--enable-lora"),
+    "version": ({"version": "0.4.6"}, "0.4.6 is not supported"),
+    "rank": ({"max_lora_rank": 2}, "rank 2.*--max-lora-rank 8"),
+    "targets": ({"lora_target_modules": ["o_proj"]}, "no adapters on k_proj, q_proj, v_proj"),
+    "one adapter": ({"max_loras_per_batch": 1}, "two are needed"),
+}
+
+
+@pytest.fixture(scope="module")
+def adapter():
+    spec = spec_of(Space("lora"))
+    return adapter_of(spec, facts_of(spec).trained)
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_an_unfit_server_is_refused(adapter, case):
+    changes, message = UNFIT[case]
+    with answering(json.dumps({**FIT, **changes}).encode()) as url, pytest.raises(ConfigError, match=message):
+        Replica(url, "m", adapter)
+
+
+def test_a_fit_server_is_taken(adapter):
+    with answering(json.dumps(FIT).encode()) as url:
+        assert Replica(url, "m", adapter).ranks == 1
+
+
+def test_a_port_taken_by_another_program_is_refused(adapter):
+    for body in (b"<html>hello</html>", b'{"name": "something else"}'):
+        with answering(body) as url, pytest.raises(ConfigError, match=r"not an SGLang server.*port.*--port"):
+            Replica(url, "m", adapter)
+
+
+def test_no_server_and_no_url(adapter):
+    with pytest.raises(ConfigError, match=r"no server answers.*sglang\.launch_server"):
+        Replica(f"http://127.0.0.1:{free_port()}", "m", adapter)
+    with pytest.raises(ConfigError, match="is not a URL"):
+        Replica("localhost:30000", "m", adapter)
+
+
+def test_what_servers_cannot_do_is_refused():
+    with pytest.raises(SpaceError, match="--space lora"):
+        ServerEngine(spec_of(Space("matrices", noise_rank=4), urls=("http://127.0.0.1:1",)))
+    with pytest.raises(ConfigError, match="server's own option"):
+        ServerEngine(spec_of(Space("lora"), urls=("http://127.0.0.1:1",), tp=2))

@@ -1,0 +1,139 @@
+"""LoRA over HTTP: uploads to servers that someone else started, replicas, and a server that dies in the middle of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from mezzo import api
+from mezzo.engines import open_engine
+from mezzo.errors import RunFailed
+from mezzo.space import Space
+from mezzo.types import Probe
+from tests.conftest import SENTENCES
+from tests.sglang.conftest import MODEL, PAIR, UPDATES, candidates_batch, distance, spec_of, words_batch
+from tests.sglang.servers import Server
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+LORA = Space("lora", rank=4, alpha=8)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("servers")
+    started = [Server(MODEL, folder / f"{index}.log") for index in range(2)]
+    try:
+        yield [server.ready() for server in started]
+    finally:
+        for server in started:
+            server.kill()
+
+
+@pytest.fixture(scope="module")
+def reference():
+    engine = open_engine("torch", spec_of(LORA))
+    engine.apply(UPDATES)
+    return engine
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_scores_equal_the_torch_engine(servers, reference, replicas):
+    engine = open_engine("sglang", spec_of(LORA, urls=tuple(server.url for server in servers[:replicas])))
+    engine.apply(UPDATES)
+    assert engine.digest() == reference.digest() and engine.base_digest == reference.base_digest
+    for batch in (words_batch(), words_batch(vocabulary=True), candidates_batch(), candidates_batch(low=30, high=50)):
+        for probes in (PAIR, (Probe(),)):
+            assert distance(engine.score(batch, probes), reference.score(batch, probes)) < 1e-4
+    assert len(engine.generate(words_batch(2), [Probe()], 3)[0]) == 2
+    engine.close()
+
+
+def test_prefixes_are_shared_inside_a_probe_only(servers, reference):
+    """What a probe's prompts share is sent ahead; the same prompts again are under new adapters and share nothing old."""
+    engine = open_engine("sglang", spec_of(LORA, urls=(servers[0].url,)))
+    engine.apply(UPDATES)
+    prefix = tuple(range(100, 300))
+    batch = words_batch(8, prefix=prefix)
+    for _ in range(2):
+        before = engine.count.cached
+        assert distance(engine.score(batch, PAIR), reference.score(batch, PAIR)) < 1e-4
+        assert engine.count.cached - before == 2 * 8 * len(prefix)
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "train.jsonl"
+    rows = [{"text": text, "label": label} for label, texts in SENTENCES.items() for text in texts]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+OPTIONS = {
+    "task": "sst-2",
+    "steps": 8,
+    "batch_size": 4,
+    "rank": 4,
+    "alpha": 8.0,
+    "eps": 1e-2,
+    "lr": 1e-3,
+    "seed": 1,
+    "threads": 1,
+    "eval_every": 4,
+}
+
+
+def _journal(folder):
+    return api.records(folder)
+
+
+def _same_run(a, b):
+    assert len(a) == len(b) == OPTIONS["steps"]
+    np.testing.assert_allclose([r.losses for r in a], [r.losses for r in b], atol=1e-5)
+    assert [[seed for seed, _ in r.update.terms] for r in a] == [[seed for seed, _ in r.update.terms] for r in b]
+
+
+def test_a_lost_server_stops_the_run_which_resumes_on_another(servers, data, tmp_path):
+    """The first server is killed in the middle; what the second finishes equals a run that was never interrupted."""
+    whole = api.finetune(MODEL, train=data, dev=data, engine="torch", out=tmp_path / "whole", **OPTIONS)
+    served = api.finetune(
+        MODEL, train=data, dev=data, engine="sglang", url=(servers[1].url,), out=tmp_path / "served", **OPTIONS
+    )
+    assert served.accuracy == whole.accuracy
+    _same_run(_journal(tmp_path / "served"), _journal(tmp_path / "whole"))
+
+    session = api.open_session(
+        MODEL, train=data, dev=data, engine="sglang", url=(servers[0].url,), out=tmp_path / "cut", **OPTIONS
+    )
+    records = session.records()
+    assert [next(records).step for _ in range(3)] == [0, 1, 2]
+    servers[0].kill()
+    with pytest.raises(RunFailed, match="--resume"):
+        next(records)
+    assert len(_journal(tmp_path / "cut")) == 3
+
+    shutil.rmtree(tmp_path / "cut" / "snapshots", ignore_errors=True)  # the journal alone must be enough
+    run = api.finetune(resume=tmp_path / "cut", url=(servers[1].url,))
+    assert run.steps == OPTIONS["steps"]
+    _same_run(_journal(tmp_path / "cut"), _journal(tmp_path / "whole"))
+    assert api.verify(tmp_path / "cut").ok
+
+
+def test_a_server_with_another_model_is_refused(servers, tmp_path):
+    """Same shapes, other weights: names and sizes alone would not tell."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from mezzo.engines.hub import locate
+    from mezzo.errors import ModelError
+
+    model = AutoModelForCausalLM.from_pretrained(locate(MODEL))
+    model.model.layers[0].self_attn.q_proj.weight.data.neg_()
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(locate(MODEL)).save_pretrained(tmp_path)
+    spec = dataclasses.replace(spec_of(LORA, urls=(servers[1].url,)), model=str(tmp_path))
+    with pytest.raises(ModelError, match="another model"):
+        open_engine("sglang", spec)

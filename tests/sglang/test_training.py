@@ -1,0 +1,117 @@
+"""A whole run on SGLang: 200 steps of LoRA on the bundled reviews, followed step by step by the torch engine."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+import numpy as np
+import pytest
+
+from mezzo import api, assembly
+from mezzo.batches import batches_of
+from mezzo.engines import open_engine
+from mezzo.estimators import Spsa
+from mezzo.objectives import get_objective
+from tests.sglang.conftest import MODEL
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+REVIEWS = resources.files("mezzo") / "bundled" / "data" / "reviews"
+OPTIONS = {
+    "task": "sst-2",
+    **{split: str(REVIEWS / f"{split}.jsonl") for split in ("train", "dev", "test")},
+    "targets": ("all-linear",),
+    "steps": 200,
+    "batch_size": 16,
+    "lr": 3e-4,
+    "eps": 1e-2,
+    "schedule": "linear",
+    "seed": 1,
+    "eval_every": 50,
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return api.finetune(MODEL, engine="sglang", out=tmp_path_factory.mktemp("runs") / "run", **OPTIONS)
+
+
+def test_both_engines_follow_the_same_journal(run):
+    """At each step the torch engine, at the journal's weights, finds the slope that SGLang found."""
+    config = api.resolve({"model": MODEL, **OPTIONS})
+    parts = assembly.prepare(config)
+    train = parts.encode(assembly.splits_of(parts.config, parts.task).train)
+    batches = batches_of(train, parts.readout, config.seed, config.batch_size)
+    estimator, objective = Spsa(config.seed, config.eps, 1), get_objective("cross_entropy")
+    engine = assembly.engine_for(parts.config, "causal", 0, parts.tokenizer.pad_token_id)
+    differences, slopes = [], []
+    for record in api.records(run.out):
+        probes, batch = estimator.ask(record.step), batches(record.step)
+        (slope,) = estimator.tell(probes, objective(engine.score(batch, probes), batch))
+        differences.append(abs(slope.value - record.slopes[0]))
+        slopes.append(slope.value)
+        engine.apply([record.update])
+    assert len(slopes) == OPTIONS["steps"]
+    assert max(differences) <= 1e-3 * np.sqrt(np.mean(np.square(slopes)))
+    assert engine.digest() == run.digest
+
+
+def test_the_run_ends_above_calibrated_zero_shot(run):
+    assert run.n_test == 615
+    assert run.accuracy > run.zero_shot_calibrated > run.zero_shot
+
+
+def test_the_journal_rebuilds_the_run_without_sglang(run):
+    verified = api.verify(run.out)
+    assert verified.ok and verified.digest == run.digest
+
+
+def test_cache_use_is_in_the_metrics(run):
+    from mezzo.run import Folder
+
+    (line,) = [entry for entry in Folder.open(run.out).metrics() if entry["event"] == "engine"]
+    assert line["engine"] == "sglang" and line["computed_tokens"] > 0
+
+
+def test_a_run_is_evaluated_on_sglang_and_its_adapter_is_served(run, tmp_path):
+    """`mezzo eval --engine sglang`; and the exported adapter, loaded by SGLang itself and by PEFT, scores like the run."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from mezzo.engines.base import EngineSpec
+    from mezzo.engines.hub import locate
+    from mezzo.space import Space
+    from mezzo.types import Probe
+    from tests.sglang.conftest import WORDS, words_batch
+
+    served = api.evaluate(run.out, data=OPTIONS["test"], engine="sglang")
+    assert served.accuracy == pytest.approx(run.accuracy, abs=2 / 615)
+
+    api.export(run.out, "adapter", out=tmp_path / "adapter", at=run.steps)
+    expected, _ = api.rebuilt(run.out, at=run.steps)
+    batch = words_batch(4, vocabulary=True)
+    scores = expected.score(batch, [Probe()])[0]
+
+    spec = EngineSpec(MODEL, "causal", Space("lora", targets=("all-linear",)), rows=8)
+    engine = open_engine("sglang", spec)
+    try:
+        assert engine.engine.load_lora_adapter("trained", str(tmp_path / "adapter")).success
+        answers = engine.engine.generate(
+            input_ids=[list(p.ids[: p.position % len(p.ids) + 1]) for p in batch.prompts],
+            sampling_params={"max_new_tokens": 1, "temperature": 0},
+            return_logprob=True,
+            token_ids_logprob=[list(WORDS)] * 4,
+            lora_path=["trained"] * 4,
+        )
+    finally:
+        engine.close()
+    found = [{t: v for v, t, *_ in a["meta_info"]["output_token_ids_logprobs"][0]} for a in answers]
+    np.testing.assert_allclose([[f[w] for w in WORDS] for f in found], scores, atol=1e-4)
+
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(locate(MODEL), dtype=torch.float32), str(tmp_path / "adapter")
+    )
+    with torch.no_grad():
+        for prompt, row in zip(batch.prompts, scores, strict=True):
+            logits = model(input_ids=torch.tensor([prompt.ids])).logits[0, prompt.position].log_softmax(-1)
+            np.testing.assert_allclose(logits[list(WORDS)].numpy(), row, atol=1e-4)

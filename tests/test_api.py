@@ -1,0 +1,250 @@
+"""The Python surface on the bundled models: every readout and objective trains, exports load where they should."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+import mezzo
+from mezzo import api
+from mezzo.engines.hub import locate
+from mezzo.errors import ConfigError, DataError, TaskError
+from mezzo.signal import measure
+
+QUICK = {"steps": 4, "batch_size": 4, "eval_every": 2, "eval_limit": 12, "threads": 1, "device": "cpu"}
+ROBERTA, LLAMA = "mezzo/roberta-mini", "mezzo/llama-mini"
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Writes rows to a jsonl file and returns its path."""
+
+    def write(name: str, items: list[dict]) -> str:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(item) + "\n" for item in items))
+        return str(path)
+
+    return write
+
+
+COPA = [
+    {
+        "premise": "The rain stopped.",
+        "choice1": "We went out.",
+        "choice2": "We put up our umbrellas.",
+        "question": "effect",
+        "label": 0,
+    },
+    {
+        "premise": "The cup broke.",
+        "choice1": "It was full.",
+        "choice2": "It fell off the table.",
+        "question": "cause",
+        "label": 1,
+    },
+] * 6
+SQUAD = [
+    {"title": "A film", "context": f"The film has {n} scenes.", "question": "How many scenes?", "answers": [n]}
+    for n in "ten six two".split()
+] * 4
+SENTIMENT = [
+    {"text": f"a {word} {noun}", "label": y}
+    for y, word in enumerate(("dull", "lovely"))
+    for noun in "film plot cast score".split()
+] * 2
+
+
+@pytest.mark.parametrize(
+    ("model", "task", "items", "changes"),
+    [
+        (ROBERTA, "sst-2", SENTIMENT, {}),
+        (ROBERTA, "sst-2", SENTIMENT, {"readout": "head", "space": "head"}),
+        (ROBERTA, "sst-2", SENTIMENT, {"objective": "vocabulary_cross_entropy"}),
+        (ROBERTA, "sst-2", SENTIMENT, {"objective": "f1"}),
+        (ROBERTA, "sst-2", SENTIMENT, {"demonstrations": 2}),
+        (LLAMA, "sst-2", SENTIMENT, {}),
+        (LLAMA, "sst-2", SENTIMENT, {"readout": "candidates"}),
+        (LLAMA, "copa", COPA, {}),
+        (LLAMA, "squad", SQUAD, {"max_new_tokens": 3}),
+        (LLAMA, "squad", SQUAD, {"max_new_tokens": 3, "objective": "f1", "steps": 2}),
+    ],
+    ids=lambda value: (
+        value if isinstance(value, str) else "-".join(map(str, value.values())) if isinstance(value, dict) else ""
+    ),
+)
+def test_every_route_trains_and_verifies(model, task, items, changes, rows, tmp_path):
+    data = rows("train.jsonl", items)
+    run = mezzo.finetune(
+        model, task=task, train=data, dev=data, test=data, out=str(tmp_path / "run"), **{**QUICK, **changes}
+    )
+    assert run.steps == changes.get("steps", 4)
+    assert run.value is not None
+    assert mezzo.verify(run.out).ok
+    assert "digest" in repr(run)
+
+
+def test_a_function_of_generated_text_is_an_objective(rows, tmp_path):
+    @mezzo.over_texts
+    def brief(text, prompt):
+        return -len(text)
+
+    data = rows("train.jsonl", SQUAD)
+    run = mezzo.finetune(
+        LLAMA,
+        task="squad",
+        train=data,
+        dev=data,
+        objective=brief,
+        max_new_tokens=4,
+        out=str(tmp_path / "r"),
+        **{**QUICK, "steps": 2},
+    )
+    losses = [loss for record in api.records(run.out) for loss in record.losses]
+    assert all(loss >= 0 for loss in losses)
+    assert any(loss > 0 for loss in losses)
+
+
+def test_cross_entropy_falls_and_accuracy_objective_improves_accuracy(tmp_path):
+    common = {
+        "task": "reviews",
+        "space": "full",
+        "threads": 1,
+        "batch_size": 32,
+        "micro_batch": 8,
+        "train_limit": 64,
+        "eval_limit": 64,
+    }
+    train = str(resources.files("mezzo") / "bundled/data/reviews/train.jsonl")
+    session = mezzo.open_session(
+        ROBERTA, **common, train=train, dev=train, steps=60, lr=1e-4, eps=1e-3, eval_every=60, out=str(tmp_path / "ce")
+    )
+    losses = [sum(r.losses) / 2 for r in session.records()]
+    session.result()
+    assert np.mean(losses[-15:]) < np.mean(losses[:15]) - 0.01
+    run = mezzo.finetune(
+        ROBERTA,
+        **common,
+        train=train,
+        dev=train,
+        test=train,
+        steps=60,
+        lr=1e-4,
+        eps=1e-2,
+        objective="accuracy",
+        eval_every=15,
+        out=str(tmp_path / "acc"),
+    )
+    assert run.accuracy > run.zero_shot
+    assert 0 < run.zero_slope_share < 1
+
+
+def test_a_peft_adapter_gives_the_same_scores(rows, tmp_path):
+    data = rows("train.jsonl", SENTIMENT)
+    run = mezzo.finetune(
+        ROBERTA, task="sst-2", train=data, dev=data, space="lora", lr=1e-2, eps=1e-2, out=str(tmp_path / "r"), **QUICK
+    )
+    folder = mezzo.export(run.out, "adapter", at=4)
+    base = locate(ROBERTA)
+    adapted = PeftModel.from_pretrained(AutoModelForMaskedLM.from_pretrained(base, dtype=torch.float32), folder).eval()
+    whole = AutoModelForMaskedLM.from_pretrained(
+        mezzo.export(run.out, "model", tmp_path / "merged", at=4), dtype=torch.float32
+    ).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    inputs = tokenizer("A dull film. It was<mask>.", return_tensors="pt")
+    words = [tokenizer.encode(word, add_special_tokens=False)[0] for word in (" terrible", " great")]
+    at = inputs["input_ids"][0].tolist().index(tokenizer.mask_token_id)
+    with torch.no_grad():
+        plain = AutoModelForMaskedLM.from_pretrained(base, dtype=torch.float32).eval()(**inputs).logits[0, at, words]
+        with_adapter, merged = (m(**inputs).logits[0, at, words] for m in (adapted, whole))
+    (row,) = mezzo.predict(["A dull film."], run.out, at=4)
+    expected = torch.log(torch.tensor([row["probabilities"]["negative"], row["probabilities"]["positive"]]))
+    for found in (with_adapter, merged):
+        torch.testing.assert_close(found.log_softmax(0), expected, atol=1e-4, rtol=0)
+        assert not torch.allclose(found, plain, atol=1e-3), "the adapter must have learned something"
+
+
+def test_mlm_names(rows, tmp_path):
+    data = rows("train.jsonl", SENTIMENT)
+    config = mezzo.MLMConfig("{text} All in all, it was [MASK].", {0: "bad", 1: "good"})
+    run = mezzo.mezo_mlm_finetune(
+        ROBERTA,
+        "sst-2",
+        data,
+        num_steps=3,
+        batch_size=4,
+        learning_rate=1e-6,
+        epsilon=1e-3,
+        mlm_config=config,
+        output_dir=tmp_path / "r",
+        threads=1,
+    )
+    assert run.steps == 3
+    header = api.open_journal(run.out).header
+    assert header["config"]["space"] == "full"
+    assert header["task"]["template"].startswith("{text} All in all")
+    trainer = mezzo.MeZOMLMTrainer.open(ROBERTA, "sst-2", config, train=data, out=str(tmp_path / "s"), **QUICK)
+    assert isinstance(trainer, mezzo.MeZOTrainer)
+    assert trainer.label_words == {"negative": "bad", "positive": "good"}
+    assert len(set(trainer.label_word_ids)) == 2
+    steps = [record.step for record in trainer.run()]
+    assert steps == [0, 1, 2, 3]
+    trainer.session.close()
+
+
+def test_signal_sees_what_motivated_the_method():
+    """Label words give a slope on every step; accuracy on few, and on more of them with a larger ε."""
+    options = {"model": ROBERTA, "task": "reviews", "space": "full", "batch_size": 16, "micro_batch": 8, "threads": 1}
+    found = {
+        (r.objective, r.readout, r.eps): r
+        for r in measure(options, 6, 4, "cross_entropy,head,accuracy@1e-4,accuracy@1e-2").rows
+    }
+    words = found["cross_entropy", "words", 1e-3]
+    small, large = found["accuracy", "words", 1e-4], found["accuracy", "words", 1e-2]
+    assert words.zero_slope_share == 0
+    assert small.zero_slope_share > large.zero_slope_share
+    assert small.zero_slope_share > 0.5
+    assert words.signal_to_noise > small.signal_to_noise
+    assert ("cross_entropy", "head", 1e-3) in found
+
+
+def test_mistakes_are_explained(rows, tmp_path):
+    data = rows("train.jsonl", SENTIMENT)
+    good = {"task": "sst-2", "train": data, "dev": data, "out": str(tmp_path / "r"), **QUICK}
+    for changes, kind, message in (
+        ({"model": LLAMA, "task": "reviews", "train": None}, TaskError, "masked, not causal"),
+        ({"words": "negative=terrible"}, TaskError, "positive"),
+        ({"words": "negative=terrible,positive=terrible"}, TaskError, "terrible"),
+        ({"words": "negative=unwatchable,positive=great"}, TaskError, "unwatchable"),
+        ({"template": "{text} It was so."}, TaskError, "mask"),
+        ({"train": str(tmp_path / "none.csv")}, DataError, "none.csv"),
+        ({"k": 100}, DataError, "label"),
+        ({"lr": "fast"}, ConfigError, "lr must be a number"),
+        ({"stepz": 3}, ConfigError, "did you mean 'steps'"),
+        ({"device": "cuda"}, ConfigError, "sees no GPU"),
+    ):
+        if changes.get("device") == "cuda" and torch.cuda.is_available():
+            continue
+        with pytest.raises(kind, match=message) as caught:
+            mezzo.finetune(**{"model": ROBERTA, **good, **changes})
+        assert "\n" not in str(caught.value)
+    assert not (tmp_path / "r").exists(), "a mistake must not leave a run folder behind"
+
+
+def test_config_file_and_keywords_meet(rows, tmp_path):
+    data = rows("train.jsonl", SENTIMENT)
+    (tmp_path / "run.toml").write_text(
+        f'[task]\ntask = "sst-2"\ntrain = "{data}"\ndev = "{data}"\n[method]\nlr = 0.5\nsteps = 3\n'
+    )
+    run = mezzo.finetune(
+        ROBERTA, config=tmp_path / "run.toml", lr=1e-6, batch_size=4, eval_limit=4, out=str(tmp_path / "r"), threads=1
+    )
+    config = api.config_of(run.out)
+    assert (config["lr"], config["steps"]) == (1e-6, 3)
+    again = mezzo.finetune(**{**config, "out": str(tmp_path / "again")})
+    assert again.digest == run.digest, "a run folder's config.json reproduces the run"
