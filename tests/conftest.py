@@ -31,7 +31,7 @@ def make_roberta(seed: int = 0, **extra: Any) -> torch.nn.Module:
         type_vocab_size=1,
         **extra,
     )
-    return _settled(RobertaForMaskedLM(config))
+    return settled(RobertaForMaskedLM(config))
 
 
 def make_llama(seed: int = 0, tie: bool = True) -> torch.nn.Module:
@@ -49,10 +49,10 @@ def make_llama(seed: int = 0, tie: bool = True) -> torch.nn.Module:
         tie_word_embeddings=tie,
         pad_token_id=1,
     )
-    return _settled(LlamaForCausalLM(config))
+    return settled(LlamaForCausalLM(config))
 
 
-def _settled(model: torch.nn.Module) -> torch.nn.Module:
+def settled(model: torch.nn.Module) -> torch.nn.Module:
     """Weights large enough that every tensor matters: fresh biases are 0 and norms 1, which hides mistakes."""
     with torch.no_grad():
         for parameter in model.parameters():
@@ -126,12 +126,17 @@ def train_tokenizer(size: int = 400) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     text = [line for lines in SENTENCES.values() for line in lines] + [" It was great.", " It was terrible."] * 20
     trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=size,
+        special_tokens=specials,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(text, trainer)
     tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
     names = {"bos": "<s>", "cls": "<s>", "pad": "<pad>", "eos": "</s>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{f"{name}_token": token for name, token in names.items()})
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **{f"{name}_token": token for name, token in names.items()}
+    )
 
 
 @pytest.fixture(scope="session")
@@ -152,7 +157,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         type_vocab_size=1,
         pad_token_id=1,
     )
-    _settled(RobertaForMaskedLM(config)).save_pretrained(folder)
+    settled(RobertaForMaskedLM(config)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 

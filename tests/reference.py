@@ -39,7 +39,9 @@ def written(
                 parameters[name].copy_(torch.from_numpy(np.asarray(value, dtype=np.float32)))
         for name in (n for n in moved if n.endswith("lora_A.weight")):
             delta = moved[name.replace("lora_A", "lora_B")] @ moved[name] * space.scaling
-            parameters[name.replace("lora_A.weight", "weight")].add_(torch.from_numpy(delta.astype(np.float32)))
+            weight = parameters[name.replace("lora_A.weight", "weight")]
+            delta = delta.T if "c_" in name else delta  # GPT-2 stores its weights as (in, out)
+            weight.add_(torch.from_numpy(delta.astype(np.float32)))
     return twin
 
 

@@ -236,6 +236,24 @@ def test_mistakes_are_explained(rows, tmp_path):
     assert not (tmp_path / "r").exists(), "a mistake must not leave a run folder behind"
 
 
+def test_a_learning_rate_that_moves_nothing_is_warned_about(rows, tmp_path):
+    data = rows("train.jsonl", SENTIMENT)
+    common = {
+        **QUICK,
+        "task": "sst-2",
+        "train": data,
+        "dev": data,
+        "space": "lora",
+        "steps": 52,
+        "eval_every": 52,
+        "batch_size": 2,
+    }
+    still = mezzo.finetune(ROBERTA, **common, lr=1e-6, eps=1e-2, out=str(tmp_path / "still"))
+    assert "--lr 1e-06 is very small for space 'lora'" in still.warnings[0]
+    moving = mezzo.finetune(ROBERTA, **common, lr=1e-3, eps=1e-2, out=str(tmp_path / "moving"))
+    assert moving.warnings == ()
+
+
 def test_config_file_and_keywords_meet(rows, tmp_path):
     data = rows("train.jsonl", SENTIMENT)
     (tmp_path / "run.toml").write_text(

@@ -31,7 +31,16 @@ def test_train_verify_eval_export(space, tiny, tmp_path, capsys):
     out = str(tmp_path / "run")
     code, result, _ = run(capsys, "train", *tiny, "--space", space, "--out", out)
     assert code == 0
-    assert {"out", "steps", "accuracy", "zero_shot", "zero_shot_calibrated", "zero_slope_share", "digest", "seconds"} <= set(result)
+    assert {
+        "out",
+        "steps",
+        "accuracy",
+        "zero_shot",
+        "zero_shot_calibrated",
+        "zero_slope_share",
+        "digest",
+        "seconds",
+    } <= set(result)
     assert result["steps"] == 12
     code, checked, _ = run(capsys, "verify", out)
     assert (code, checked["ok"], checked["digest"], checked["steps"]) == (0, True, result["digest"], 12)

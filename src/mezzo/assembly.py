@@ -150,6 +150,7 @@ def engine_for(config: RunConfig, family: Family, classes: int, pad_id: int | No
         family=family,
         space=space_of(config),
         rows=config.micro_batch or config.batch_size or 64,
+        fewer_rows=config.micro_batch is None,
         classes=classes,
         noise_kind="gaussian" if config.noise == "gaussian" else "rademacher",
         seed=config.seed,

@@ -30,7 +30,9 @@ class RunConfig:
     engine: str = option("model", "torch", "what runs the model: torch, sglang")
     device: str = option("model", "auto", "cpu, cuda, or auto: a GPU if there is one")
     dtype: str = option("model", "float32", "type of the weights: float32")
-    micro_batch: int | None = option("model", None, "examples in one forward; less needs less memory [the whole batch]")
+    micro_batch: int | None = option(
+        "model", None, "examples in one forward; less needs less memory [8 on a CPU, else the whole batch]"
+    )
     threads: int | None = option("model", None, "CPU threads [all cores]")
     tp: int = option("model", 1, "ranks that SGLang splits the model over (tensor parallelism)")
     url: tuple[str, ...] = option(
@@ -53,7 +55,9 @@ class RunConfig:
     max_length: int | None = option(
         "task", None, "tokens of a prompt at most; sentences are cut, the template never [the task's]"
     )
-    demonstrations: int = option("task", 0, "solve one example per label beside each prompt; evaluation averages this many draws of them")
+    demonstrations: int = option(
+        "task", 0, "solve one example per label beside each prompt; evaluation averages this many draws of them"
+    )
     readout: str = option("task", "auto", "auto, words (label words), head (fresh classification head) or candidates")
     train_limit: int | None = option("task", None, "use at most this many training examples")
     eval_limit: int | None = option("task", None, "use at most this many dev and test examples")

@@ -46,7 +46,11 @@ def scores_of(engine: Engine, prompts: Sequence[Prompt], readout: Readout) -> np
 
 
 def evaluate(
-    engine: Engine, prompts: Sequence[Prompt], readout: Readout, metric: str = "accuracy", more: Sequence[Sequence[Prompt]] = ()
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    readout: Readout,
+    metric: str = "accuracy",
+    more: Sequence[Sequence[Prompt]] = (),
 ) -> Evaluation:
     """Evaluate labelled prompts; `more` are the same examples with other demonstrations, whose scores are averaged in."""
     if not prompts:

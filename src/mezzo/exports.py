@@ -35,7 +35,7 @@ def export_adapter(engine: Any, parts: Any, out: Path) -> None:
         "bias": "none",
         "target_modules": modules,
         "inference_mode": True,
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": bool(engine.transposed),
     }
     _make(out)
     write_atomically(out / "adapter_model.safetensors", save(tensors, metadata={"format": "pt"}))

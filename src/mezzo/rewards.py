@@ -44,7 +44,9 @@ class Rewarded:
         rewards = [[[float(self._reward(t, p))] for t, p in zip(row, batch.prompts, strict=True)] for row in texts]
         found = np.array(rewards, dtype=np.float32)
         if not np.isfinite(found).all():
-            raise ConfigError(f"{getattr(self._reward, '__name__', 'the reward')} returned a reward that is not a finite number")
+            raise ConfigError(
+                f"{getattr(self._reward, '__name__', 'the reward')} returned a reward that is not a finite number"
+            )
         return found
 
     def texts(self, batch: Batch, probes: Sequence[Probe]) -> list[list[str]]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+
+import numpy as np
 
 from mezzo import assembly
 from mezzo.batches import batches_of
@@ -26,6 +29,8 @@ from mezzo.trainer import Limits, MeZOTrainer
 from mezzo.types import Batch, Example, Prompt, StepRecord
 
 Observer = Callable[[str, dict[str, Any]], None]
+LOOK_AT, STILL = 50, 1e-3
+"""After this many steps, an expected movement of the weights below this share of their size is warned about."""
 
 
 @dataclass
@@ -43,6 +48,8 @@ class Session:
     earlier: list[dict[str, Any]] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
     zero_shot: Evaluation | None = None
+    warnings: list[str] = field(default_factory=list)
+    _slopes: list[float] = field(default_factory=list)
 
     # ---- starting
 
@@ -189,10 +196,31 @@ class Session:
         try:
             for record in self.trainer.run():
                 self.observe("step", _step_line(record, time.monotonic() - self.began))
+                self._warn_if_standing_still(record)
                 yield record
         except BaseException:
             self.close()
             raise
+
+    def _warn_if_standing_still(self, record: StepRecord) -> None:
+        """A learning rate far too small for the space: after the whole run the weights would not have moved visibly."""
+        self._slopes += list(record.slopes)
+        if record.step - self.trainer.start != LOOK_AT or record.lr == 0 or not any(self._slopes):
+            return
+        slope = math.sqrt(sum(value * value for value in self._slopes) / len(self._slopes))
+        moved = record.lr * slope * math.sqrt(self.trainer.limits.steps)
+        values = [value[value != 0] for value in self.engine.state().values()]
+        count = sum(value.size for value in values)
+        scale = math.sqrt(sum(float(np.square(value, dtype=np.float64).sum()) for value in values) / max(1, count))
+        if moved < STILL * scale:
+            self.warn(
+                f"--lr {record.lr:g} is very small for space {self.parts.config.space!r}: the whole run will move a weight by "
+                f"about {moved:.1g}, and weights are about {scale:.1g}. A larger --lr will learn faster"
+            )
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+        self.observe("warning", {"step": self.trainer.step, "text": text})
 
     def result(self) -> Run:
         """Test the best checkpoint and sum the run up."""
@@ -223,6 +251,7 @@ class Session:
             seconds=round(earlier + time.monotonic() - self.began, 2),
             forward_passes=2 * config.samples * steps,
             stopped=trainer.stopped,
+            warnings=tuple(self.warnings),
         )
         self.folder.note("engine", {"step": steps, **self.engine.describe()})  # its counters, now that all is done
         self.observe("result", {"step": steps, **run.to_dict()})

@@ -96,7 +96,7 @@ def _lora(space: Space, tensors: Sequence[TensorInfo]) -> tuple[Trained, ...]:
         raise SpaceError(f"LoRA targets {_shown(targets)} match no linear layer; this model has {', '.join(leaves)}")
     chosen: list[Trained] = []
     for info in _in_layers(space.layers, list(matched.values())):
-        out, inner = info.shape
+        out, inner = reversed(info.shape) if info.transposed else info.shape
         name_a, name_b = lora_names(info.name)
         chosen.append(Trained(name_a, (space.rank, inner), "lora_A"))
         chosen.append(Trained(name_b, (out, space.rank), "lora_B"))

@@ -107,7 +107,9 @@ class TensorInfo:
     kind: TensorKind
     layer: int = -1
     linear: bool = False
-    """True when the tensor is the weight of a linear layer with shape (out, in), so that LoRA can attach to it."""
+    """True when the tensor is the weight of a linear layer, so that LoRA can attach to it: (out, in)."""
+    transposed: bool = False
+    """True when that weight is stored as (in, out), as GPT-2 does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ import pytest
 from mezzo.space import Space
 from mezzo.types import Batch, Probe
 from tests.sglang.conftest import (
-    MODEL,
     PAIR,
     UPDATES,
     both,
@@ -171,25 +170,15 @@ def test_no_cached_token_crosses_a_probe_or_a_step(engines):
         engine.load_state(kept)
 
 
-def test_generated_text_is_greedy_and_follows_the_weights(engines):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from mezzo.engines.hub import load_tokenizer, locate
-
-    ours, batch = engines[0], words_batch(3)
-    texts = ours.generate(batch, [Probe(), *PAIR], max_new_tokens=5)
-    assert len(texts) == 3 and all(len(row) == 3 for row in texts)
-    model = AutoModelForCausalLM.from_pretrained(locate(MODEL), dtype=torch.float32)
-    ours_state = ours.state()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            a, b = (name.replace(".weight", f".lora_{side}.weight") for side in "AB")
-            if a in ours_state:
-                parameter += 8 / 4 * torch.from_numpy(ours_state[b] @ ours_state[a])
-        ids = torch.tensor([batch.prompts[0].ids])
-        expected = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=1)[0, ids.shape[1] :]
-    assert texts[0][0] == load_tokenizer(MODEL).decode(expected, skip_special_tokens=True)
+def test_generated_tokens_equal_the_torch_engine(engines):
+    ours, reference = engines
+    batch, end = words_batch(3), 2
+    found, expected = (engine.generate(batch, [Probe(), *PAIR], 5) for engine in (ours, reference))
+    pairs = [(a, b) for x, y in zip(found, expected, strict=True) for a, b in zip(x, y, strict=True)]
+    assert len(pairs) == 9
+    for a, b in pairs:
+        stop = b.index(end) if end in b else len(b)
+        assert a[:stop] == b[:stop]
 
 
 def test_the_engine_describes_itself(engines):

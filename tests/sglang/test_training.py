@@ -37,7 +37,7 @@ def run(tmp_path_factory):
 
 def test_both_engines_follow_the_same_journal(run):
     """At each step the torch engine, at the journal's weights, finds the slope that SGLang found."""
-    config = api.resolve({"model": MODEL, **OPTIONS})
+    config = api.resolve({"model": MODEL, "threads": 1, **OPTIONS})
     parts = assembly.prepare(config)
     train = parts.encode(assembly.splits_of(parts.config, parts.task).train)
     batches = batches_of(train, parts.readout, config.seed, config.batch_size)

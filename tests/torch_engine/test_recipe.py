@@ -25,7 +25,9 @@ def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     longest = max(len(p.ids) for p in batch.prompts)
     ids = torch.tensor([list(p.ids) + [1] * (longest - len(p.ids)) for p in batch.prompts])
     logits = model(input_ids=ids, attention_mask=(ids != 1).long()).logits
-    picked = logits[torch.arange(len(ids)), torch.tensor([p.position for p in batch.prompts])][:, list(batch.readout.words)]
+    picked = logits[torch.arange(len(ids)), torch.tensor([p.position for p in batch.prompts])][
+        :, list(batch.readout.words)
+    ]
     return torch.nn.functional.cross_entropy(picked, torch.tensor(batch.labels))
 
 

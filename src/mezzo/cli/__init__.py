@@ -14,6 +14,8 @@ from mezzo.errors import MezzoError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb. 0: success; 1: the run failed; 2: bad input, explained in one line."""
+    # Two spinning threads beside any other busy process make a step ten times slower; must be set before torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     options = build().parse_args(arguments)
     try:
         from mezzo.cli import verbs

@@ -50,7 +50,9 @@ def build() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("--data", metavar="FILE", help="examples to evaluate [the bundled test set of the task]")
     evaluate.add_argument("--at", type=int, metavar="STEP", help="journal position [the best checkpoint]")
-    _options(evaluate, [*MODEL_OPTIONS, *TASK_OPTIONS, "eval_limit", "demonstrations", "train", "k", "data_seed", "seed"])
+    _options(
+        evaluate, [*MODEL_OPTIONS, *TASK_OPTIONS, "eval_limit", "demonstrations", "train", "k", "data_seed", "seed"]
+    )
 
     predict = _verb(verbs, "predict", "label texts: one JSON line per input")
     predict.add_argument(

@@ -35,6 +35,8 @@ class EngineSpec:
     family: Family
     space: Space
     rows: int
+    fewer_rows: bool = False
+    """The engine may lower `rows` where short micro-batches, which pad less, are faster."""
     classes: int = 0
     noise_kind: Kind = "rademacher"
     seed: int = 0

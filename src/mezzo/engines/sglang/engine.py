@@ -86,19 +86,12 @@ class SGLangEngine:
         refuse_space(self.space)
         self.channel.call_all("apply", updates=tuple(updates))
 
-    def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[str]]:
+    def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[tuple[int, ...]]]:
         """Greedy continuations of the whole prompts, by SGLang's own requests."""
         if self.spec.family == "masked":
             raise ModelError("a masked language model does not generate text")
-        from mezzo.engines.hub import load_tokenizer
-
-        tokenizer = load_tokenizer(self.spec.model, self.spec.remote_code)
-        sampling = {"max_new_tokens": max_new_tokens, "temperature": 0}
-        texts = []
-        for probe in probes:
-            answers = self._requested(probe, input_ids=[list(p.ids) for p in batch.prompts], sampling_params=sampling)
-            texts.append([tokenizer.decode(answer["output_ids"], skip_special_tokens=True) for answer in answers])
-        return texts
+        body = requests.continuation(batch, max_new_tokens)
+        return [[tuple(answer["output_ids"]) for answer in self._requested(probe, **body)] for probe in probes]
 
     def score_by_requests(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
         """The same scores through a request for each sequence, as servers are asked. Causal models only."""

@@ -44,6 +44,12 @@ def prefixes(rows: Sequence[Row], adapters: Sequence[str | None]) -> list[dict[s
     ]
 
 
+def continuation(batch: Batch, max_new_tokens: int) -> dict[str, Any]:
+    """A request for greedy continuations of the whole prompts."""
+    sampling = {"max_new_tokens": max_new_tokens, "temperature": 0}
+    return {"input_ids": [list(prompt.ids) for prompt in batch.prompts], "sampling_params": sampling}
+
+
 def scores_of(rows: Sequence[Row], answers: Answers, readout: Readout) -> list[Any]:
     """The log-probabilities of each row's words, or one number for its candidate."""
     found: list[Any] = []

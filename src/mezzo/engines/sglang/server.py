@@ -96,19 +96,14 @@ class ServerEngine:
                 self.population.apply(update)
             self.population.source.forget()
 
-    def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[str]]:
+    def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[tuple[int, ...]]]:
         """Greedy continuations, by the first server."""
-        from mezzo.engines.hub import load_tokenizer
-
-        tokenizer = load_tokenizer(self.spec.model, self.spec.remote_code)
-        sampling = {"max_new_tokens": max_new_tokens, "temperature": 0}
+        body = requests.continuation(batch, max_new_tokens)
         texts = []
         for probe in probes:
             with self._lent([probe]) as adapters:
-                ids = [list(p.ids) for p in batch.prompts]
-                body = {"input_ids": ids, "sampling_params": sampling, "lora_path": adapters * len(ids)}
-                answers = self.replicas[0].generate(body)
-            texts.append([tokenizer.decode(a["output_ids"], skip_special_tokens=True) for a in answers])
+                answers = self.replicas[0].generate({**body, "lora_path": adapters * len(batch)})
+            texts.append([tuple(answer["output_ids"]) for answer in answers])
         return texts
 
     def state(self) -> dict[str, Array]:

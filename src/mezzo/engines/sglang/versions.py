@@ -8,7 +8,7 @@ import re
 from mezzo.errors import ConfigError
 
 OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
-"""The range that is accepted; both ends have been run."""
+"""The range that is accepted. CI runs the newest; where the oldest differs is known from its source, and detected."""
 
 INSTALL = (
     "pip install 'mezzo[sglang]' beside a GPU; without one, scripts/sglang_env/build.sh FOLDER makes an environment "
@@ -33,6 +33,6 @@ def refuse_version(found: str, where: str = "") -> None:
     if not numbers or not OLDEST <= tuple(int(n) for n in numbers.groups()) <= NEWEST:
         shown = " to ".join(".".join(map(str, version)) for version in (OLDEST, NEWEST))
         raise ConfigError(
-            f"{where}SGLang {found} is not supported: this engine reaches into SGLang's workers and was run with "
+            f"{where}SGLang {found} is not supported: this engine reaches into SGLang's workers and knows versions "
             f"{shown}. Install one of these, e.g. pip install sglang=={'.'.join(map(str, NEWEST))}"
         )

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from mezzo.types import TensorInfo, TensorKind
 
@@ -36,10 +37,21 @@ def catalogue(model: nn.Module, used: set[nn.Module]) -> list[TensorInfo]:
         if name in found or module not in used or not parameter.dtype.is_floating_point:
             continue
         kind = _kind(name, own_name, module, base)
-        linear = isinstance(module, nn.Linear) and own_name == "weight" and kind == "matrix"
+        linear = kind == "matrix" and own_name == "weight"
         depth = LAYER.search(name)
-        found[name] = TensorInfo(name, tuple(parameter.shape), kind, int(depth[1]) if depth else -1, linear)
+        layer = int(depth[1]) if depth else -1
+        found[name] = TensorInfo(
+            name, tuple(parameter.shape), kind, layer, linear, linear and isinstance(module, Conv1D)
+        )
     return list(found.values())
+
+
+def trunks(model: nn.Module) -> list[nn.Module]:
+    """The modules whose last hidden states the LM head reads: the base model, or the decoder inside it that is called alone."""
+    found = [getattr(model, "base_model", None)]
+    getter = getattr(model, "get_decoder", None)
+    found.append(getter() if getter else None)
+    return [m for index, m in enumerate(found) if m is not None and m is not model and m not in found[:index]]
 
 
 def used_modules(model: nn.Module, inputs: dict[str, Tensor]) -> set[nn.Module]:
@@ -76,4 +88,4 @@ def _kind(name: str, own_name: str, module: nn.Module, base: str) -> TensorKind:
         return "norm" if own_name == "weight" else "bias"
     if own_name == "bias":
         return "bias"
-    return "matrix" if isinstance(module, nn.Linear) else "other"
+    return "matrix" if isinstance(module, (nn.Linear, Conv1D)) else "other"

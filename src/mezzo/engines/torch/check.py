@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from mezzo import noise
 from mezzo.engines.torch.inputs import pack
 from mezzo.errors import ModelError, SpaceError
-from mezzo.space import lora_names
 from mezzo.types import Batch, Probe, Scores, Trained
 
 if TYPE_CHECKING:
@@ -28,7 +27,11 @@ def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:
     few = Batch(batch.prompts[:2], batch.readout)
     seed = noise.step_seed(0, 0, 0)
     probes = (Probe(((seed, eps),)), Probe(((seed, -eps),)))
-    ours = engine.score(few, probes)
+    try:
+        ours = engine.score(few, probes)
+    except (RuntimeError, IndexError, TypeError, ValueError, AttributeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"{type(engine.model).__name__} cannot be perturbed in one forward: {reason}") from None
     plain = np.stack([_plain_scores(engine, few, probe) for probe in probes])
     base = engine.score(few, [Probe()])
     _refuse_dead(engine, ours, base)
@@ -69,11 +72,9 @@ def written_in(engine: TorchEngine, probe: Probe) -> dict[str, Tensor]:
     moved = {t.name: _moved(engine, t, probe) for t in engine.trained}
     values = {name: tensor for name, tensor in moved.items() if "lora_" not in name}
     parameters = dict(engine.model.named_parameters())
-    for name in parameters:
-        down, up = lora_names(name)
-        if down in moved or up in moved:
-            factors = [moved[n] if n in moved else engine.population.value(n) for n in (up, down)]
-            values[name] = parameters[name] + engine.space.scaling * (factors[0] @ factors[1])
+    for name, parameter in parameters.items():
+        if (delta := engine.lora_delta(name, moved)) is not None:
+            values[name] = parameter + delta
     return values
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mezzo import noise
 from mezzo.engines.base import Unit
 from mezzo.engines.torch import catalog, layers
-from mezzo.engines.torch.inputs import Rows, by_length, pack, padded
+from mezzo.engines.torch.inputs import Rows, by_length, pack, padded, picked
 from mezzo.engines.torch.noise import NoiseSource
 from mezzo.engines.torch.population import Population
 from mezzo.engines.torch.shared import score_candidates
@@ -47,12 +47,12 @@ class TorchEngine:
         self.base_digest = catalog.digest_of(self.model.named_parameters())
         self.catalogue: list[TensorInfo] = catalog.catalogue(model, catalog.used_modules(model, self._tiny_inputs()))
         self.trained: tuple[Trained, ...] = select(space, self.catalogue)
+        self.transposed = {t.name for t in self.catalogue if t.transposed}
         self.population = Population(self._tensors(seed), NoiseSource(noise_kind, self.device), self._frozen_lora(seed))
         self._adopt()
         layers.attach(self.model, self.population, space.scaling)
-        base = getattr(self.model, "base_model", None)
-        if base is not None and base is not self.model:
-            base.register_forward_hook(self._keep_readout_positions)
+        for trunk in catalog.trunks(self.model):
+            trunk.register_forward_hook(self._keep_readout_positions)
 
     # ---- the contract
 
@@ -101,6 +101,7 @@ class TorchEngine:
         texts: list[list[tuple[int, ...]]] = [[()] * len(batch) for _ in range(members)]
         for places in by_length([p.ids for p in batch.prompts], self.unit.rows):
             self.population.rows = len(places)
+            self.population.length = max(len(batch.prompts[place].ids) for place in places)
             backwards = [batch.prompts[place].ids[::-1] for place in places]  # generation pads on the left
             ids = padded(backwards, None, self.pad_id).flip(1)
             mask = padded([(1,) * len(row) for row in backwards], None, 0).flip(1)
@@ -155,10 +156,18 @@ class TorchEngine:
             module.__dict__.pop("forward", None)
         for name, parameter in twin.named_parameters():
             parameter.data = parameter.data.clone()
-            down, up = lora_names(name)
-            if down in self.population.trained or up in self.population.trained:
-                parameter.data += self.space.scaling * (self.population.value(up) @ self.population.value(down))
+            if (delta := self.lora_delta(name)) is not None:
+                parameter.data += delta
         return twin
+
+    def lora_delta(self, name: str, moved: Mapping[str, Tensor] | None = None) -> Tensor | None:
+        """What LoRA adds to the weight `name`, its factors taken from `moved` where they are there."""
+        down, up = lora_names(name)
+        if down not in self.population.trained and up not in self.population.trained:
+            return None
+        found = {n: moved[n] if moved and n in moved else self.population.value(n) for n in (down, up)}
+        product = self.space.scaling * (found[up] @ found[down])
+        return product.T if name in self.transposed else product
 
     def check(self, batch: Batch, eps: float) -> None:
         """Refuse a model that the population forward gets wrong, or a space that no perturbation can train."""
@@ -202,11 +211,13 @@ class TorchEngine:
 
     def _forward(self, rows: Rows, batch: Batch) -> Tensor:
         population, members = self.population, len(self.population.probes)
-        population.rows = rows.count
+        population.rows, population.length = rows.count, rows.ids.shape[1]
         population.gather = rows.positions.to(self.device).repeat(members, 1) if rows.positions is not None else None
         only_words = batch.readout.kind == "words" and not batch.readout.vocabulary
         population.words = torch.tensor(batch.readout.words, device=self.device) if only_words else None
         logits = self.model(**self.inputs(rows, members)).logits
+        if population.gather is not None:  # no trunk of this model could be trimmed to the readout
+            logits = picked(logits, population.gather)
         return rows.read(logits.float(), batch.readout, members)
 
     @staticmethod
@@ -230,9 +241,8 @@ class TorchEngine:
     def _keep_readout_positions(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The LM head runs on the hidden states that are read, not on whole sequences."""
         if self.population.gather is not None and self.population.probes:
-            hidden = output.last_hidden_state
-            index = self.population.gather[:, :, None].expand(-1, -1, hidden.shape[-1])
-            output.last_hidden_state = hidden.gather(1, index)
+            output.last_hidden_state = picked(output.last_hidden_state, self.population.gather)
+            self.population.gather = None
         return output
 
 

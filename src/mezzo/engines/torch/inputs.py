@@ -126,3 +126,8 @@ def padded(rows: Sequence[Sequence[int]], length: int | None, fill: int) -> Tens
     for index, row in enumerate(rows):
         table[index, : len(row)] = row
     return torch.from_numpy(table)
+
+
+def picked(hidden: Tensor, positions: Tensor) -> Tensor:
+    """[rows, L, d] at positions[rows, k] → [rows, k, d]."""
+    return hidden.gather(1, positions[:, :, None].expand(-1, -1, hidden.shape[-1]))

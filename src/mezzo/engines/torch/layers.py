@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from mezzo.engines.torch.catalog import canonical_names
 from mezzo.engines.torch.population import Population
@@ -55,7 +56,7 @@ def _grown(
     scaling: float,
     is_head: bool,
 ) -> Forward:
-    if isinstance(module, nn.Linear):
+    if isinstance(module, (nn.Linear, Conv1D)):
         return _linear(module, path, population, own, lora, scaling, is_head)
     if type(module) is nn.Embedding:
         return _embedding(population, own["weight"])
@@ -72,7 +73,7 @@ def _switch(original: Forward, grown: Forward, population: Population) -> Forwar
 
 
 def _linear(
-    module: nn.Linear,
+    module: nn.Linear | Conv1D,
     path: str,
     population: Population,
     own: dict[str, str],
@@ -82,6 +83,10 @@ def _linear(
 ) -> Forward:
     weight, bias = own.get("weight"), own.get("bias")
     rank = population.trained[weight].rank if weight else 0
+    turned = isinstance(module, Conv1D)  # stored as (in, out)
+
+    def base(x: Tensor) -> Tensor:
+        return F.linear(x, module.weight.T if turned else module.weight, None if bias else module.bias)
 
     def forward(rows: Tensor) -> Tensor:
         x = population.split(rows, path)
@@ -89,11 +94,11 @@ def _linear(
         if only_words:
             y = _word_logits(x, module, weight, bias, population)
         elif weight is None or not population.perturbed:
-            y = F.linear(x, module.weight, None if bias else module.bias)
+            y = base(x)
         elif rank:
-            y = F.linear(x, module.weight, None if bias else module.bias) + _low_rank(x, weight, rank, population)
+            y = base(x) + _low_rank(x, weight, rank, population, turned)
         else:
-            y = _each(x, _dense(weight, population))
+            y = _each(x, _dense(weight, population).mT if turned else _dense(weight, population))
             y = y if bias or module.bias is None else y + module.bias
         if bias and not only_words:
             y = y + _spread(population.member(bias), y)
@@ -119,11 +124,13 @@ def _spread(vectors: Tensor, like: Tensor) -> Tensor:
     return vectors.view(vectors.shape[0], *[1] * (like.ndim - 2), vectors.shape[-1])
 
 
-def _low_rank(x: Tensor, weight: str, rank: int, population: Population) -> Tensor:
+def _low_rank(x: Tensor, weight: str, rank: int, population: Population, turned: bool) -> Tensor:
     """(x·V)·Uᵀ for all seeds at once; members differ only in the scales between the two products."""
     trained = population.trained[weight]
     pairs = [population.source.factors(seed, weight, trained.shape, rank) for seed in population.seeds]
     left, right = torch.cat([u for u, _ in pairs], dim=1), torch.cat([v for _, v in pairs], dim=1)
+    if turned:
+        left, right = right, left
     scales = population.factor_scales(rank).repeat_interleave(rank, dim=1)
     inner = x @ right
     return (inner * _spread(scales, inner)) @ left.T
@@ -134,7 +141,9 @@ def _lora_term(x: Tensor, lora: tuple[str, str], population: Population, scaling
     return _each(_each(x, down) * scaling, up)
 
 
-def _word_logits(x: Tensor, module: nn.Linear, weight: str | None, bias: str | None, population: Population) -> Tensor:
+def _word_logits(
+    x: Tensor, module: nn.Linear | Conv1D, weight: str | None, bias: str | None, population: Population
+) -> Tensor:
     """Logits of the label words only: the readout never needs the rest of the vocabulary."""
     words = population.words
     assert words is not None
@@ -191,7 +200,7 @@ def _any(module: nn.Module, path: str, population: Population, own: dict[str, st
             in_dims=(0, 0, *in_dims),
         )
         out = mapped(members, {k: v for k, v in named.items() if isinstance(v, Tensor)}, *split)
-        return out.reshape(population.members * population.rows, *out.shape[2:])
+        return out.flatten(0, 1)
 
     return forward
 

@@ -73,6 +73,7 @@ class Population:
         self._small: dict[str, Tensor] = {}
         self.probes: tuple[Probe, ...] = ()
         self.rows = 0
+        self.length = 0
         self.words: Tensor | None = None
         self.gather: Tensor | None = None
 
@@ -125,7 +126,7 @@ class Population:
         try:
             yield
         finally:
-            self.probes, self._small, self.rows, self.words, self.gather = (), {}, 0, None, None
+            self.probes, self._small, self.rows, self.length, self.words, self.gather = (), {}, 0, 0, None, None
 
     @property
     def members(self) -> int:
@@ -185,10 +186,13 @@ class Population:
         return self.scales() * (1 / rank**0.5)
 
     def split(self, tensor: Tensor, module: str) -> Tensor:
-        """[P·B, …] → [P, B, …]. A leading 1 (a position table) is the same row for everyone."""
+        """[P·B, …] → [P, B, …]. A leading 1 (a position table) is the same row for everyone, and sequences may come
+        flattened into rows (OPT): [P·B·L, …] → [P, B·L, …]."""
         lead = self.members * self.rows
         if tensor.shape[0] == 1 and lead != 1:
             return tensor.expand(lead, *tensor.shape[1:]).reshape(self.members, self.rows, *tensor.shape[1:])
+        if tensor.shape[0] == lead * self.length and tensor.ndim == 2:
+            return tensor.reshape(self.members, self.rows * self.length, *tensor.shape[1:])
         if tensor.shape[0] != lead:
             raise ModelError(
                 f"{module} gets an input of leading size {tensor.shape[0]} where {lead} rows were expected; "

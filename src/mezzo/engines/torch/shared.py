@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mezzo.engines.torch.inputs import padded
+from mezzo.engines.torch.inputs import padded, picked
 from mezzo.types import Prompt, Readout, Scores
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def score_candidates(engine: TorchEngine, prompts: Sequence[Prompt], readout: Re
     mask = padded([(1,) * len(p.ids) for p in prompts], None, 0).to(device).repeat(members, 1)
     last = torch.tensor([[len(p.ids) - 1] for p in prompts], device=device)
 
-    population.rows, population.words = len(prompts), None
+    population.rows, population.length, population.words = len(prompts), ids.shape[1], None
     population.gather = last.repeat(members, 1)
     rows = [(index, candidate) for index, p in enumerate(prompts) for candidate in p.candidates]
     longest = max(len(candidate) for _, candidate in rows)
@@ -35,7 +35,8 @@ def score_candidates(engine: TorchEngine, prompts: Sequence[Prompt], readout: Re
     owner = torch.tensor([index for index, _ in rows], device=device)
     owners = torch.cat([owner + member * len(prompts) for member in range(members)])
     first = torch.tensor([candidate[0] for _, candidate in rows], device=device).repeat(members)
-    total = out.logits[:, 0].float().log_softmax(-1)[owners, first]
+    logits = out.logits if population.gather is None else picked(out.logits, population.gather)
+    total = logits[:, 0].float().log_softmax(-1)[owners, first]
     if longest > 1:
         total = total + _continued(engine, [c for _, c in rows], out.past_key_values, owners, mask, last[owner])
     if readout.reduce == "mean":
@@ -53,8 +54,10 @@ def _continued(
     steps = padded([c[:-1] for c in candidates], None, engine.pad_id).to(device)
     targets = padded([c[1:] for c in candidates], None, -1).to(device).repeat(members, 1)
     positions = last + 1 + torch.arange(steps.shape[1], device=device)
-    population.rows, population.gather = count, None
-    seen = torch.cat([mask[owners], torch.ones(members * count, steps.shape[1], dtype=mask.dtype, device=device)], dim=1)
+    population.rows, population.length, population.gather = count, steps.shape[1], None
+    seen = torch.cat(
+        [mask[owners], torch.ones(members * count, steps.shape[1], dtype=mask.dtype, device=device)], dim=1
+    )
     logits = engine.model(
         input_ids=steps.repeat(members, 1),
         attention_mask=seen,

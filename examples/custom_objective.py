@@ -1,0 +1,46 @@
+"""Train on a number that has no gradient: mistakes that cost differently, counted, not smoothed.
+
+python examples/custom_objective.py
+"""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+import mezzo
+
+COST = np.array(
+    [
+        [0.0, 5.0],  # a negative review called positive: five points
+        [1.0, 0.0],  # a positive review called negative: one point
+    ]
+)
+
+
+def cost(scores, batch):
+    """scores[probe, example, label] and the batch to one loss per probe; lower is better."""
+    predicted = scores.argmax(axis=2)
+    return COST[batch.labels, predicted].mean(axis=1)
+
+
+def main(folder: Path) -> None:
+    # A step of counted mistakes is often flat, so the perturbation is larger than for cross-entropy.
+    run = mezzo.finetune(
+        objective=cost,
+        eps=0.1,
+        lr=1e-3,
+        steps=20,
+        batch_size=16,
+        eval_every=10,
+        eval_limit=50,
+        threads=1,
+        out=str(folder / "run"),
+    )
+    print(run)
+    print(f"steps without a slope: {run.zero_slope_share:.0%}")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as name:
+        main(Path(name))

@@ -1,0 +1,98 @@
+"""Every supported architecture, as a tiny random model: population scores equal weights written in, in every space."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from mezzo.engines.base import Unit
+from mezzo.engines.torch.engine import TorchEngine
+from mezzo.errors import MezzoError
+from mezzo.space import Space
+from mezzo.types import Probe
+from tests.conftest import VOCAB, make_batch, settled
+from tests.reference import plain_scores, written
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": 1,
+}
+DECODER = {**SMALL, "num_key_value_heads": 2, "head_dim": 8}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "pad_token_id": 1}
+DISTIL = {
+    "vocab_size": VOCAB,
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "hidden_dim": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": 1,
+}
+OPT = {**{k: v for k, v in SMALL.items() if k != "intermediate_size"}, "ffn_dim": 48, "word_embed_proj_dim": 32}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertForMaskedLM", {**SMALL, "type_vocab_size": 2}),
+    "distilbert": ("DistilBertForMaskedLM", DISTIL),
+    "albert": ("AlbertForMaskedLM", {**SMALL, "embedding_size": 16, "type_vocab_size": 2}),
+    "electra": ("ElectraForMaskedLM", {**SMALL, "embedding_size": 16, "type_vocab_size": 2}),
+    "modernbert": ("ModernBertForMaskedLM", {**SMALL, "global_attn_every_n_layers": 2, "local_attention": 16}),
+    "opt": ("OPTForCausalLM", OPT),
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "qwen2": ("Qwen2ForCausalLM", {k: v for k, v in DECODER.items() if k != "head_dim"}),
+    "qwen3": ("Qwen3ForCausalLM", DECODER),
+    "gemma2": ("Gemma2ForCausalLM", {**DECODER, "query_pre_attn_scalar": 8, "sliding_window": 16}),
+    "gemma3": ("Gemma3ForCausalLM", {**DECODER, "query_pre_attn_scalar": 8, "sliding_window": 16}),
+    "mistral": ("MistralForCausalLM", {**DECODER, "sliding_window": 16}),
+}
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "deberta": (
+        "DebertaV2ForMaskedLM",
+        {**SMALL, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8},
+    ),
+    "mixtral": ("MixtralForCausalLM", {**DECODER, "num_local_experts": 2, "num_experts_per_tok": 1}),
+}
+SPACES = {
+    "full": Space("full"),
+    "matrices": Space("matrices", noise_rank=3),
+    "lora": Space("lora", rank=4, alpha=8),
+    "lora-all": Space("lora", rank=2, alpha=8, targets=("all-linear",)),
+}
+PAIR = (Probe(((7, 0.02),)), Probe(((7, -0.02),)))
+
+
+def make(name: str, options: dict[str, Any]) -> torch.nn.Module:
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    return settled(kind(kind.config_class(**options)))
+
+
+@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_scores_equal_weights_written_in(family, space):
+    model = make(*family)
+    pristine, batch = copy.deepcopy(model), make_batch()
+    engine = TorchEngine(model, space, unit=Unit(4), seed=3, pad_id=1)
+    rng = np.random.default_rng(1)
+    engine.load_state({n: (v + rng.normal(0, 0.05, v.shape)).astype(np.float32) for n, v in engine.state().items()})
+    engine.check(batch, 1e-2)
+    scores = engine.score(batch, PAIR)
+    for index, probe in enumerate(PAIR):
+        expected = plain_scores(written(pristine, engine.trained, engine.state(), "rademacher", probe, space), batch)
+        np.testing.assert_allclose(scores[index], expected, rtol=1e-5, atol=2e-5)
+    assert np.abs(scores[0] - scores[1]).max() > 1e-3
+
+
+@pytest.mark.parametrize("family", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_exact_is_refused_in_one_line(family):
+    with pytest.raises(MezzoError) as caught:
+        TorchEngine(make(*family), Space("full"), pad_id=1).check(make_batch(), 1e-2)
+    assert "\n" not in str(caught.value)
