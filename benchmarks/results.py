@@ -141,9 +141,8 @@ def table(path: Path) -> None:
         values = [100 * row["value"] for row in found]
         spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
         passes = found[0].get("forward_passes", "–")
-        print(
-            f"| {task} | {k} | {method} | {zero:.1f} | {calibrated:.1f} | {statistics.mean(values):.1f}{spread} | {len(values)} | {passes} |"
-        )
+        result = f"{statistics.mean(values):.1f}{spread}"
+        print(f"| {task} | {k} | {method} | {zero:.1f} | {calibrated:.1f} | {result} | {len(values)} | {passes} |")
 
 
 def main() -> None:

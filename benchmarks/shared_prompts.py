@@ -25,7 +25,9 @@ def batch_of(prompts: int, length: int, candidates: int, vocabulary: int) -> Bat
     def tokens(count: int) -> tuple[int, ...]:
         return tuple(int(token) for token in rng.integers(5, vocabulary, size=count))
 
-    rows = (Prompt(tokens(length), label=0, candidates=tuple(tokens(4) for _ in range(candidates))) for _ in range(prompts))
+    rows = (
+        Prompt(tokens(length), label=0, candidates=tuple(tokens(4) for _ in range(candidates))) for _ in range(prompts)
+    )
     return Batch(tuple(rows), Readout("candidates"))
 
 
@@ -55,7 +57,9 @@ def main() -> None:
                 scores[shared] = engine.score(batch, probes)
                 times[shared].append(1e3 * (time.perf_counter() - began))
         fast, slow = (statistics.median(times[shared][1:]) for shared in (True, False))
-        print(f"| {count} | {fast:.0f} | {slow:.0f} | {slow / fast:.2f} | {np.abs(scores[True] - scores[False]).max():.1e} |")
+        print(
+            f"| {count} | {fast:.0f} | {slow:.0f} | {slow / fast:.2f} | {np.abs(scores[True] - scores[False]).max():.1e} |"
+        )
 
 
 if __name__ == "__main__":

@@ -51,12 +51,12 @@ COPA = [
 ] * 6
 SQUAD = [
     {"title": "A film", "context": f"The film has {n} scenes.", "question": "How many scenes?", "answers": [n]}
-    for n in "ten six two".split()
+    for n in ["ten", "six", "two"]
 ] * 4
 SENTIMENT = [
     {"text": f"a {word} {noun}", "label": y}
     for y, word in enumerate(("dull", "lovely"))
-    for noun in "film plot cast score".split()
+    for noun in ["film", "plot", "cast", "score"]
 ] * 2
 
 

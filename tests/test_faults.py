@@ -117,7 +117,7 @@ def test_a_real_full_disk(options, tmp_path):
 
 def test_an_unwritable_folder_is_explained(options, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(JournalError, match="Not a directory|File exists"):
+    with pytest.raises(JournalError, match=r"Not a directory|File exists"):
         api.finetune(**options, out=str(tmp_path / "file" / "run"))
 
 

@@ -41,7 +41,7 @@ def finetune(
 
     Without arguments, the bundled masked LM learns the bundled reviews. `options` are those of `mezzo train --help`;
     `config` is a TOML file of them; `resume` continues a run folder. `task` may also be a dict or a Task, and `objective` a
-    function of (scores[probes, examples, candidates], batch) that returns one loss per probe. `train`, `dev` and `test` are files.
+    function of (scores[probes, examples, candidates], batch) that returns one loss per probe.
     """
     session = open_session(
         model, config=config, resume=resume, objective=objective, task=task, observe=observe, **options

@@ -131,6 +131,7 @@ def _held_out(train: list[Example], seed: int) -> tuple[list[Example], list[Exam
 
 
 def space_of(config: RunConfig) -> Space:
+    assert config.space is not None
     return Space(
         kind=config.space,
         rank=config.rank,

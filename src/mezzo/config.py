@@ -62,7 +62,7 @@ class RunConfig:
     train_limit: int | None = option("task", None, "use at most this many training examples")
     eval_limit: int | None = option("task", None, "use at most this many dev and test examples")
 
-    space: str = option("space", "lora", "what is trained: full, matrices, lora, head, or a name pattern")
+    space: str | None = option("space", None, "what is trained: full, matrices, lora, head, or a name pattern [lora; the bundled model's]")
     rank: int = option("space", 8, "rank of LoRA")
     alpha: float = option("space", 16.0, "LoRA's scale; its product is multiplied by alpha/rank")
     targets: tuple[str, ...] = option("space", (), "linear layers LoRA attaches to, or all-linear [query and value]")

@@ -34,14 +34,17 @@ def shipped(model: str) -> dict[str, Any]:
 
 def with_defaults(config: RunConfig, family: str) -> RunConfig:
     """Every `None` among the method's options replaced: the bundled model's choice, else the published one."""
-    space = config.space if (family, config.space) in PUBLISHED else "full"
+    ours = shipped(config.model)
+    asked: str = config.space or ours.get("space", "lora")
+    config = config.replace(space=asked)
+    space = asked if (family, asked) in PUBLISHED else "full"
     chosen: dict[str, Any] = {
         "steps": STEPS,
         "schedule": "constant",
         "batch_size": BATCH[family],
         **PUBLISHED[family, space],
     }
-    chosen |= shipped(config.model).get(config.space, {})
+    chosen |= ours.get(asked, {})
     missing = {name: value for name, value in chosen.items() if getattr(config, name) is None}
     config = config.replace(**missing)
     if config.eval_every is None:

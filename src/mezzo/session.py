@@ -65,7 +65,7 @@ class Session:
         engine = assembly.engine_for(parts.config, parts.family, parts.classes, parts.tokenizer.pad_token_id)
         try:
             engine.check(Batch(train, parts.readout), parts.config.eps or 1e-3)
-            folder = Folder.create(config.out, f"{parts.task.name}-{_word(parts.config.space)}")
+            folder = Folder.create(config.out, f"{parts.task.name}-{_word(parts.config.space or '')}")
             folder.write_config({**parts.config.to_dict(), "out": str(folder.path)})
             journal = Journal.create(folder.path, assembly.header_of(parts, engine, train))
         except BaseException:

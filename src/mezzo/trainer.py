@@ -145,8 +145,8 @@ class MeZOTrainer:
         if self._skips >= SKIPS:
             self.journal.sync()
             raise RunFailed(
-                f"the loss was not a number for {SKIPS} steps in a row (last step {record.step}); the weights were not touched by "
-                "them. A smaller --lr or --eps usually helps; the journal holds the run up to here"
+                f"the loss was not a number for {SKIPS} steps in a row (last step {record.step}); they did not "
+                "touch the weights. A smaller --lr or --eps usually helps; the journal holds the run up to here"
             )
 
     def _snapshot_if_due(self) -> None:

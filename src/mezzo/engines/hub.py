@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from mezzo.errors import ModelError, nearest
 
@@ -42,13 +46,13 @@ def locate(name: str) -> str:
 def load_config(name: str, remote_code: bool = False) -> Any:
     from transformers import AutoConfig
 
-    return fetched(name, lambda path: AutoConfig.from_pretrained(path, trust_remote_code=remote_code))
+    return fetched(name, lambda path, **how: AutoConfig.from_pretrained(path, trust_remote_code=remote_code, **how))
 
 
 def load_tokenizer(name: str, remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
-    return fetched(name, lambda path: AutoTokenizer.from_pretrained(path, trust_remote_code=remote_code))
+    return fetched(name, lambda path, **how: AutoTokenizer.from_pretrained(path, trust_remote_code=remote_code, **how))
 
 
 def family_of(config: Any) -> Family:
@@ -70,16 +74,34 @@ def family_of(config: Any) -> Family:
     raise ModelError(f"models of type {config.model_type!r} are neither masked nor causal language models")
 
 
-def fetched(name: str, load: Callable[[str], Any]) -> Any:
-    """What `load` makes of the model's folder or hub name; failures in one line."""
+def fetched(name: str, load: Callable[..., Any]) -> Any:
+    """What `load(path, local_files_only=…)` makes of the model's folder or hub name; failures in one line."""
     path = locate(name)
+    local = os.path.isdir(path)
     try:
-        return load(path)
+        return load(path, local_files_only=local or not _hub_answers())
     except (OSError, ValueError, KeyError, ImportError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        if os.path.isdir(path):
+        if local:
             raise ModelError(f"{name} cannot be loaded: {first}") from None
+        reason = (
+            f"the model hub did not provide it ({first[:160]})" if _hub_answers() else "the model hub cannot be reached"
+        )
         raise ModelError(
-            f"model {name!r} cannot be loaded: it is not a local folder and the model hub did not provide it ({first[:160]}). "
+            f"model {name!r} cannot be loaded: it is neither bundled nor a local folder, and {reason}. "
             f"Pass a local folder; where there is a network, 'hf download {name} --local-dir DIR' makes one"
         ) from None
+
+
+@cache
+def _hub_answers() -> bool:
+    """One short try; the hub's own client would retry for half a minute."""
+    from huggingface_hub import constants
+
+    address = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((address.hostname, address.port or 443), timeout=5).close()
+    except OSError:
+        # Behind a proxy the hub may be reached although a direct connection is not possible.
+        return bool(getproxies())
+    return not constants.HF_HUB_OFFLINE

@@ -37,13 +37,14 @@ def load_model(
     try:
         model, report = fetched(
             name,
-            lambda path: auto.from_pretrained(
+            lambda path, **how: auto.from_pretrained(
                 path,
                 dtype=dtype,
                 output_loading_info=True,
                 use_safetensors=True,
                 trust_remote_code=remote_code,
                 **extra,
+                **how,
             ),
         )
     finally:
