@@ -28,6 +28,7 @@ def main(folder: Path) -> None:
     # A step of counted mistakes is often flat, so the perturbation is larger than for cross-entropy.
     run = mezzo.finetune(
         objective=cost,
+        space="lora",
         eps=0.1,
         lr=1e-3,
         steps=20,

@@ -11,7 +11,7 @@ import mezzo
 
 
 def main(here: Path, elsewhere: Path) -> None:
-    run = mezzo.finetune(steps=20, batch_size=16, eval_every=10, eval_limit=50, threads=1, out=str(here / "run"))
+    run = mezzo.finetune(space="lora", steps=20, eval_every=10, eval_limit=50, threads=1, out=str(here / "run"))
     file = mezzo.export(run.out, "journal", here / "reviews.mezzo")
     print(f"{file.stat().st_size:,} bytes stand for {run.steps} steps; digest {run.digest[:16]}")
 

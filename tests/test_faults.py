@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import shutil
@@ -195,3 +196,78 @@ def test_lr_zero_changes_nothing(options, tmp_path):
             pass
         assert session.engine.digest() == before
         session.close()
+
+
+def test_early_stopping_time_limit_and_best_checkpoint(options, tmp_path):
+    """The best checkpoint is the first of the highest; patience counts evaluations since; a time limit can be resumed."""
+    values = iter([0.5, 0.7, 0.7, 0.6, 0.6, 0.6, 0.6])
+    session = api.open_session(**{**options, "eval_every": 10, "patience": 2}, out=str(tmp_path / "patience"))
+    real = session.trainer.evaluate
+    session.trainer.evaluate = lambda: dataclasses.replace(real(), value=next(values))
+    steps = [record.step for record in session.records()]
+    assert session.trainer.stopped == "no improvement"
+    assert (session.trainer.best.step, len(steps)) == (10, 30)
+    run = session.result()
+    assert run.best_step == 10
+    limited = api.finetune(**options, time_limit=3e-3, out=str(tmp_path / "time"))
+    assert limited.stopped == "time limit"
+    assert 0 < limited.steps < STEPS
+    again = api.finetune(resume=str(tmp_path / "time"), steps=limited.steps + 5, time_limit=10)
+    assert (again.steps, again.stopped) == (limited.steps + 5, "finished")
+    assert api.config_of(tmp_path / "time")["steps"] == limited.steps + 5, "changed limits are remembered"
+
+
+def test_nothing_is_written_over(options, tmp_path, tiny_folder):
+    """Neither a run, nor a model, nor any folder that holds something."""
+    run = api.finetune(**{**options, "steps": 4, "eval_every": 2}, out=str(tmp_path / "run"))
+    before = sorted(path.name for path in (tmp_path / "run").iterdir())
+    model = tmp_path / "model"
+    shutil.copytree(tiny_folder, model)
+    for call in (
+        lambda: api.export(run.out, "model", run.out),
+        lambda: api.export(run.out, "model", model),
+        lambda: api.export(run.out, "adapter", model),
+        lambda: api.finetune(**{**options, "model": str(model)}, out=str(model)),
+    ):
+        with pytest.raises(ConfigError, match=r"exists already|not empty"):
+            call()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
+    assert api.verify(run.out).ok
+    assert api.evaluate(model=str(model), task="sst-2", data=options["train"], threads=1).n == 16
+
+
+def test_snapshots_of_another_run_are_not_believed(options, tmp_path):
+    short = {**options, "steps": 30, "eval_every": 10}
+    a, b = tmp_path / "a", tmp_path / "b"
+    api.finetune(**short, out=str(a))
+    other = api.finetune(**{**short, "seed": 9, "steps": 20}, out=str(b))
+    shutil.rmtree(b / "snapshots")
+    shutil.copytree(a / "snapshots", b / "snapshots")
+    whole = api.finetune(**{**short, "seed": 9}, out=str(tmp_path / "c"))
+    resumed_run = api.finetune(resume=str(b), steps=30)
+    assert resumed_run.digest == whole.digest != other.digest
+    assert api.verify(b).ok
+
+
+def test_an_objective_given_in_python_must_be_given_again(options, tmp_path):
+    def mine(scores, batch):
+        return scores.sum((1, 2))
+
+    api.finetune(**{**options, "steps": 4}, objective=mine, out=str(tmp_path / "r"))
+    with pytest.raises(ConfigError, match="was the Python function mine"):
+        api.finetune(resume=str(tmp_path / "r"), steps=6)
+    assert api.finetune(resume=str(tmp_path / "r"), steps=6, objective=mine).steps == 6
+
+
+def test_an_unwritable_journal_ends_the_run_and_resumes(options, tmp_path):
+    """The folder goes away under a running process, as a network disk does; what was written before can be continued."""
+    session = api.open_session(**{**options, "steps": 60, "eval_every": 60}, out=str(tmp_path / "r"))
+    records = session.records()
+    while next(records).step < 20:
+        pass
+    os.close(session.journal._file)
+    session.journal._file = os.open(tmp_path / "r" / "journal.jsonl", os.O_RDONLY)
+    with pytest.raises(RunFailed, match="continue with --resume"):
+        list(records)
+    whole = api.finetune(**{**options, "steps": 60, "eval_every": 60}, out=str(tmp_path / "whole"))
+    assert api.finetune(**resumed(tmp_path / "r")).digest == whole.digest

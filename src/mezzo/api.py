@@ -7,20 +7,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mezzo import assembly
+from mezzo import assembly, starting
 from mezzo.compact import MAGIC, export_compact, import_compact
 from mezzo.config import RunConfig, from_mapping, from_toml
 from mezzo.engines.base import Engine
 from mezzo.errors import ConfigError, DataError, JournalError
 from mezzo.evaluation import Evaluation, probabilities, scores_of
+from mezzo.files import explained
 from mezzo.journal import Content, read
 from mezzo.objectives import Objective
 from mezzo.rebuild import Verified, bring_to, check_base
 from mezzo.rebuild import verify as verify_content
+from mezzo.rewards import Rewarded, text_f1
 from mezzo.run import Folder, Run
 from mezzo.session import Observer, Session
 from mezzo.tasks import Task, bundled_data, get_task, load_examples
-from mezzo.types import Example, StepRecord
+from mezzo.types import Batch, Example, Probe, StepRecord
 
 
 def _silent(event: str, values: dict[str, Any]) -> None:
@@ -68,24 +70,18 @@ def open_session(
     function = None if isinstance(objective, str) else objective
     if resume is not None:
         _refuse_changes(given, config)
-        return Session.resume(resume, observe, given, function)
+        return starting.resume(resume, observe, given, function)
     values = {**(from_toml(Path(config)) if config else {}), **given}
     stated = get_task(task) if isinstance(task, (Mapping, Task)) else None
-    return Session.new(resolve(values), observe, function, stated)
-
-
-RESUMABLE = (
-    *("steps", "time_limit", "patience", "eval_every", "eval_limit", "snapshot_minutes"),
-    *("device", "threads", "tp", "url"),
-)
+    return starting.new(resolve(values), observe, function, stated)
 
 
 def _refuse_changes(given: Mapping[str, Any], config: str | Path | None) -> None:
     """A resumed run is the same run: only its limits and its machine may differ."""
-    refused = sorted(set(given) - set(RESUMABLE)) + (["a config file"] if config else [])
+    refused = sorted(set(given) - set(starting.RESUMABLE)) + (["a config file"] if config else [])
     if refused:
         raise ConfigError(
-            f"a resumed run keeps its settings; {', '.join(refused)} cannot change (only {', '.join(RESUMABLE)} can)"
+            f"a resumed run keeps its settings; {', '.join(refused)} cannot change (only {', '.join(starting.RESUMABLE)} can)"
         )
 
 
@@ -115,21 +111,51 @@ def open_journal(path: str | Path) -> Content:
         return read(path)
     if not path.exists():
         raise JournalError(f"{path} does not exist")
-    with path.open("rb") as file:
+    with explained(path), path.open("rb") as file:
         compact = file.read(len(MAGIC)) == MAGIC
     return import_compact(path) if compact else read(path)
 
 
+MACHINE = ("model", "engine", "device", "threads", "micro_batch", "tp", "url", "remote_code")
+"""What may differ when a journal's weights are rebuilt: where the base model lies and what computes."""
+ASKED = (
+    "task",
+    "template",
+    "words",
+    "max_length",
+    "id_order",
+    "encoding",
+    "eval_limit",
+    "demonstrations",
+    "max_new_tokens",
+)
+"""What may be asked of the rebuilt weights: another task, another prompt, other data."""
+POOL = ("train", "k", "data_seed")
+"""Where demonstrations come from."""
+
+
 def base_engine(content: Content, **changes: Any) -> tuple[Engine, assembly.Parts]:
     """The engine a journal starts from: its base model with the trained tensors untouched."""
-    given = {k: v for k, v in changes.items() if v is not None}
+    given = {key: value for key, value in changes.items() if value is not None}
+    refused = sorted(set(given) - {*MACHINE, *ASKED, *POOL})
+    if refused:
+        raise ConfigError(f"{', '.join(refused)} belongs to the run and cannot be changed after it")
     # Weights do not depend on what ran the model: without a word about it, this process rebuilds them itself.
-    here = {"engine": "torch", "tp": 1, "url": ()} if "engine" not in given else {}
-    config = from_mapping({**content.header["config"], **here, **given})
-    parts = assembly.prepare(config, get_task(content.header["task"]))
-    pad = parts.tokenizer.pad_token_id
-    engine = assembly.engine_for(parts.config, content.header["family"], int(content.header["classes"]), pad)
-    check_base(engine, content)
+    here = {} if "engine" in given else {"engine": "torch", "tp": 1, "url": ()}
+    try:
+        header = content.header
+        config = from_mapping({**header["config"], **here, **given})
+        family, classes, recorded = header["family"], int(header["classes"]), get_task(header["task"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise JournalError(f"{content.path}: the header lacks what a rebuild needs: {error}") from None
+    changed = any(name in given for name in ("task", "template", "words"))
+    parts = assembly.prepare(config, assembly.task_of(config, family) if changed else recorded)
+    engine = assembly.engine_for(parts.config, family, classes, parts.tokenizer.pad_token_id)
+    try:
+        check_base(engine, content)
+    except BaseException:
+        engine.close()
+        raise
     return engine, parts
 
 
@@ -137,7 +163,10 @@ def verify(path: str | Path, model: str | None = None, device: str | None = None
     """Rebuild a run from its base model and journal and compare digests."""
     content = open_journal(path)
     engine, _ = base_engine(content, model=model, device=device)
-    return verify_content(engine, content)
+    try:
+        return verify_content(engine, content)
+    finally:
+        engine.close()
 
 
 def rebuilt(path: str | Path, at: int | None = None, **changes: Any) -> tuple[Engine, assembly.Parts]:
@@ -145,7 +174,7 @@ def rebuilt(path: str | Path, at: int | None = None, **changes: Any) -> tuple[En
     content = open_journal(path)
     engine, parts = base_engine(content, **changes)
     snapshots = Folder(Path(path)).snapshots if Path(path).is_dir() else None
-    bring_to(engine, content.records, best_step(path, content) if at is None else at, snapshots)
+    bring_to(engine, content, best_step(path, content) if at is None else at, snapshots)
     return engine, parts
 
 
@@ -153,8 +182,12 @@ def best_step(path: str | Path, content: Content) -> int:
     """The position with the best dev evaluation, the last one if nothing was evaluated."""
     if not Path(path).is_dir():
         return content.steps
-    looks = [e for e in Folder(Path(path)).metrics() if e.get("event") == "evaluation" and e["step"] <= content.steps]
-    return int(max(looks, key=lambda e: (e["value"], -e["step"]))["step"]) if looks else content.steps
+    looks = [
+        (e["value"], -e["step"])
+        for e in Folder(Path(path)).metrics()
+        if e.get("event") == "evaluation" and {"value", "step"} <= set(e) and e["step"] <= content.steps
+    ]
+    return -max(looks)[1] if looks else content.steps
 
 
 def export(
@@ -166,6 +199,8 @@ def export(
     if kind not in EXPORTS and kind != "journal":
         raise ConfigError(f"a run is exported as adapter, model or journal, not {kind!r}")
     content = open_journal(path)
+    if out is None and not Path(path).is_dir():
+        raise ConfigError(f"{path} is a file: say where to export to with --out")
     if kind == "journal":
         target = Path(out) if out else Path(path) / "journal.mezzo"
         if at is not None:
@@ -174,7 +209,10 @@ def export(
         return target
     target = Path(out) if out else Path(path) / kind
     engine, parts = rebuilt(path, at, model=model)
-    EXPORTS[kind](engine, parts, target)
+    try:
+        EXPORTS[kind](engine, parts, target)
+    finally:
+        engine.close()
     return target
 
 
@@ -204,33 +242,61 @@ def evaluate(
 
 
 def predict(
-    rows: Iterable[Mapping[str, Any] | str],
+    rows: str | Path | Iterable[Mapping[str, Any] | str],
     run: str | Path | None = None,
     *,
     at: int | None = None,
     batch: int = 256,
     **options: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Label and probabilities for each row: a text, or a mapping with the task's columns."""
+    """Label and probabilities for each row: a data file, or texts, or mappings with the task's columns.
+
+    A generation task gives the generated `answer` instead.
+    """
     engine, parts = _opened(run, at, options)
-    pending: list[Example] = []
-    for row in rows:
-        fields = {parts.task.columns[0]: row} if isinstance(row, str) else dict(row)
-        missing = [column for column in parts.task.columns if column not in fields]
-        if missing:
-            raise DataError(
-                f"a row lacks {', '.join(missing)}; task {parts.task.name!r} needs {', '.join(parts.task.columns)}"
-            )
-        pending.append(Example(fields))
-        if len(pending) == batch:
-            yield from _predicted(engine, parts, pending)
-            pending = []
-    if pending:
-        yield from _predicted(engine, parts, pending)
+    try:
+        if isinstance(rows, (str, Path)):
+            yield from _predicted(engine, parts, _unlabelled(parts, rows))
+            return
+        pending: list[Mapping[str, Any]] = []
+        for row in rows:
+            pending.append(_row(parts, row))
+            if len(pending) == batch:
+                yield from _predicted(engine, parts, _unlabelled(parts, pending))
+                pending = []
+        if pending:
+            yield from _predicted(engine, parts, _unlabelled(parts, pending))
+    finally:
+        engine.close()
+
+
+def _row(parts: assembly.Parts, row: Any) -> Mapping[str, Any]:
+    columns = parts.task.columns
+    if isinstance(row, str) and len(columns) == 1:
+        return {columns[0]: row}
+    if not isinstance(row, Mapping):
+        raise DataError(
+            f"a row of task {parts.task.name!r} is an object with {', '.join(columns)}, not {str(row)[:40]!r}"
+        )
+    return row
+
+
+def _unlabelled(parts: assembly.Parts, source: Any) -> list[Example]:
+    config = parts.config
+    return load_examples(source, parts.task, labelled=False, id_order=config.id_order, encoding=config.encoding)
 
 
 def _predicted(engine: Engine, parts: assembly.Parts, examples: list[Example]) -> Iterator[dict[str, Any]]:
-    scores = scores_of(engine, parts.encode(examples), parts.readout)
+    prompts = parts.encode(examples)
+    if parts.task.kind == "generation":
+        texts = Rewarded(engine, parts.decode, text_f1, parts.config.max_new_tokens).texts(
+            Batch(prompts, parts.readout), [Probe()]
+        )[0]
+        yield from ({**example.fields, "answer": text} for example, text in zip(examples, texts, strict=True))
+        return
+    if any(not (p.candidates or parts.readout.kind != "candidates") for p in prompts):
+        raise DataError(f"a row of task {parts.task.name!r} has no candidates to choose from")
+    scores = scores_of(engine, prompts, parts.readout)
     for example, row in zip(examples, probabilities(scores), strict=True):
         names = parts.task.labels or tuple(str(i) for i in range(len(row)))
         best = int(row.argmax())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,7 +13,7 @@ from mezzo.config import RunConfig
 from mezzo.defaults import with_defaults
 from mezzo.engines import open_engine
 from mezzo.engines.base import Engine, EngineSpec
-from mezzo.engines.hub import Family, family_of, load_config, load_tokenizer
+from mezzo.engines.hub import Family, family_of, load_config, load_tokenizer, longest_input
 from mezzo.errors import ConfigError, DataError, JournalError
 from mezzo.evaluation import Evaluation, evaluate, evaluate_texts
 from mezzo.space import Space
@@ -31,6 +32,7 @@ class Splits:
     train: list[Example]
     dev: list[Example]
     test: list[Example]
+    tested_apart: bool = True
 
 
 @dataclass(frozen=True)
@@ -72,20 +74,42 @@ def prepare(config: RunConfig, task: Task | None = None) -> Parts:
 
     `task` stands for what the configuration names: a task object, or that of a journal's header.
     """
-    family = family_of(load_config(config.model, config.remote_code))
+    config = config.replace(**_absolute(config))
+    model_config = load_config(config.model, config.remote_code)
+    family = family_of(model_config)
     config = with_defaults(config, family)
     task = task or task_of(config, family)
     tokenizer = load_tokenizer(config.model, config.remote_code)
     encoder = Encoder(
         task,
         tokenizer,
-        max_length=config.max_length,
+        max_length=_length(config, task, longest_input(model_config)),
         demonstrations=splits_of(config, task).train if config.demonstrations else (),
         readout=cast(Any, config.readout),
         vocabulary=config.objective == "vocabulary_cross_entropy",
         seed=config.seed,
     )
+    if config.objective == "vocabulary_cross_entropy" and encoder.readout.kind != "words":
+        raise ConfigError(
+            f"vocabulary_cross_entropy reads label words; this task's readout is {encoder.readout.kind!r}"
+        )
     return Parts(config, family, task, encoder, tokenizer)
+
+
+def _length(config: RunConfig, task: Task, longest: int | None) -> int | None:
+    """The tokens a prompt may have: as asked, else the task's, and never more than the model has positions for."""
+    if longest is None:
+        return config.max_length
+    if config.max_length is not None and config.max_length > longest:
+        raise ConfigError(f"--max-length {config.max_length} is more than the {longest} tokens {config.model} can read")
+    doubled = 2 if config.demonstrations else 1
+    return config.max_length or (longest if task.max_length * doubled > longest else None)
+
+
+def _absolute(config: RunConfig) -> dict[str, str]:
+    """Local paths as they are found from any folder: a run is resumed and verified from elsewhere too."""
+    named = {name: getattr(config, name) for name in ("model", "train", "dev", "test")}
+    return {name: os.path.abspath(path) for name, path in named.items() if path and os.path.exists(path)}
 
 
 def task_of(config: RunConfig, family: Family) -> Task:
@@ -112,13 +136,21 @@ def splits_of(config: RunConfig, task: Task) -> Splits:
     test_source = config.test or (bundled_data(task.name, "test") if bundled else None)
     dev: list[Example] = []
     if config.k:
-        train, dev = k_shot(train, config.k, seed, labels=task.labels)
+        train, dev = k_shot(train, config.k, seed % 2**32, labels=task.labels)
     if dev_source:
         dev = load_examples(dev_source, task, split="dev", **how)
     elif not config.k:
         train, dev = _held_out(train, seed)
     test = load_examples(test_source, task, split="test", **how) if test_source else dev
-    return Splits(train[: config.train_limit], dev[: config.eval_limit], test[: config.eval_limit])
+    cut = config.eval_limit
+    return Splits(some(train, config.train_limit), some(dev, cut), some(test, cut), test_source is not None)
+
+
+def some(examples: list[Example], limit: int | None) -> list[Example]:
+    """At most `limit` examples from all over the list, in its order: files are often sorted by label."""
+    if limit is None or limit >= len(examples):
+        return examples
+    return [examples[place] for place in sorted(noise.order(0, "limit", len(examples))[:limit].tolist())]
 
 
 def _held_out(train: list[Example], seed: int) -> tuple[list[Example], list[Example]]:

@@ -62,7 +62,9 @@ class RunConfig:
     train_limit: int | None = option("task", None, "use at most this many training examples")
     eval_limit: int | None = option("task", None, "use at most this many dev and test examples")
 
-    space: str | None = option("space", None, "what is trained: full, matrices, lora, head, or a name pattern [lora; the bundled model's]")
+    space: str | None = option(
+        "space", None, "what is trained: full, matrices, lora, head, a pattern [lora, or the bundled model's]"
+    )
     rank: int = option("space", 8, "rank of LoRA")
     alpha: float = option("space", 16.0, "LoRA's scale; its product is multiplied by alpha/rank")
     targets: tuple[str, ...] = option("space", (), "linear layers LoRA attaches to, or all-linear [query and value]")
@@ -110,6 +112,11 @@ def options() -> tuple[dataclasses.Field[Any], ...]:
 
 def from_mapping(values: Mapping[str, Any], source: str = "option") -> RunConfig:
     """A RunConfig from flat keys or from group tables, each value converted and checked."""
+    return _checked(RunConfig(**flatten(values, source)))
+
+
+def flatten(values: Mapping[str, Any], source: str = "option") -> dict[str, Any]:
+    """Group tables opened up, so that a table named `task` and an option named `task` do not get in each other's way."""
     flat: dict[str, Any] = {}
     groups = {f.metadata["group"] for f in options()}
     for key, value in values.items():
@@ -118,13 +125,13 @@ def from_mapping(values: Mapping[str, Any], source: str = "option") -> RunConfig
                 _put(flat, inner, inner_value, f"{key}.{inner}", key, source)
         else:
             _put(flat, key, value, key, None, source)
-    return _checked(RunConfig(**flat))
+    return flat
 
 
 def from_toml(path: Path) -> dict[str, Any]:
-    """The keys of a TOML file, not yet checked."""
+    """The options of a TOML file, by their own names."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -205,12 +212,13 @@ def _checked(config: RunConfig) -> RunConfig:
         "samples",
         "eval_every",
         "threads",
+        "max_new_tokens",
     )
     for name in positive + ("train_limit", "eval_limit"):
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, not {value}")
-    for name in ("eps", "time_limit"):
+    for name in ("eps", "time_limit", "alpha"):
         value = getattr(config, name)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{name} must be positive, not {value}")
@@ -218,8 +226,10 @@ def _checked(config: RunConfig) -> RunConfig:
         value = getattr(config, name)
         if value is not None and not 0 <= value < float("inf"):
             raise ConfigError(f"{name} must not be negative, not {value}")
-    if not 0 <= config.seed < 2**63:
-        raise ConfigError(f"seed must lie between 0 and 2^63, not {config.seed}")
+    for name in ("seed", "data_seed"):
+        value = getattr(config, name)
+        if value is not None and not 0 <= value < 2**63:
+            raise ConfigError(f"{name} must lie between 0 and 2^63, not {value}")
     if config.engine != "sglang" and (config.url or config.tp != 1):
         raise ConfigError("--url and --tp belong to SGLang: add --engine sglang")
     for name, choices in CHOICES.items():

@@ -83,10 +83,14 @@ def judged(scores: npt.NDArray[np.float64], batch: Batch, metric: str) -> Evalua
     """Figures from scores[B, C]."""
     labels, predicted = batch.labels, scores.argmax(axis=1)
     loss = float(cross_entropy(scores[None].astype(np.float32), batch)[0])
-    accuracy = METRICS["accuracy"](predicted, labels)
-    value = METRICS[metric](predicted, labels)
-    interval = wilson(accuracy, len(labels)) if metric == "accuracy" else bootstrap(predicted, labels, metric)
-    return Evaluation(metric, value, interval, accuracy, loss, len(labels), METRICS[metric](balanced(scores), labels))
+    accuracy = METRICS["accuracy"](predicted, labels, scores.shape[1])
+    value = METRICS[metric](predicted, labels, scores.shape[1])
+    interval = (
+        wilson(accuracy, len(labels)) if metric == "accuracy" else bootstrap(predicted, labels, metric, scores.shape[1])
+    )
+    return Evaluation(
+        metric, value, interval, accuracy, loss, len(labels), METRICS[metric](balanced(scores), labels, scores.shape[1])
+    )
 
 
 def probabilities(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -122,11 +126,11 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 
 
 def bootstrap(
-    predicted: npt.NDArray[np.int64], labels: npt.NDArray[np.int64], metric: str, rounds: int = 1000
+    predicted: npt.NDArray[np.int64], labels: npt.NDArray[np.int64], metric: str, classes: int = 0, rounds: int = 1000
 ) -> tuple[float, float]:
     """Percentile interval of a metric over resampled examples; the resampling is fixed."""
     count = len(labels)
     draws = noise.words(0, "bootstrap", 0, rounds * count).reshape(rounds, count) % np.uint64(count)
-    values = [METRICS[metric](predicted[draw], labels[draw]) for draw in draws.astype(np.int64)]
+    values = [METRICS[metric](predicted[draw], labels[draw], classes) for draw in draws.astype(np.int64)]
     low, high = np.quantile(values, [0.025, 0.975])
     return float(low), float(high)

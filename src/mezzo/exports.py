@@ -23,6 +23,7 @@ def export_adapter(engine: Any, parts: Any, out: Path) -> None:
         raise ConfigError(
             f"only LoRA runs have an adapter; this one trained {engine.space.kind!r}: export the model instead"
         )
+    _refuse_used(out)
     tensors = {f"base_model.model.{name}": np.ascontiguousarray(value) for name, value in _both_factors(engine).items()}
     modules = sorted({name.split(".lora_")[0] for name in _both_factors(engine)})
     settings = {
@@ -44,6 +45,7 @@ def export_adapter(engine: Any, parts: Any, out: Path) -> None:
 
 def export_model(engine: Any, parts: Any, out: Path) -> None:
     """The whole model with the trained tensors in place, and its tokenizer. Complete or absent."""
+    _refuse_used(out)
     _make(out.parent)
     staging = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(staging, ignore_errors=True)
@@ -51,11 +53,7 @@ def export_model(engine: Any, parts: Any, out: Path) -> None:
         try:
             engine.merged().save_pretrained(staging)
             parts.tokenizer.save_pretrained(staging)
-            if out.exists():
-                if any(out.iterdir()) and not (out / "config.json").is_file():
-                    raise ConfigError(f"{out} exists and is not a model folder; choose another --out")
-                shutil.rmtree(out)
-            staging.replace(out)
+            staging.replace(out)  # an empty folder may be replaced, and _refuse_used has seen that it is one
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
@@ -63,6 +61,12 @@ def export_model(engine: Any, parts: Any, out: Path) -> None:
 def _both_factors(engine: Any) -> dict[str, Any]:
     frozen = {name: value.cpu().numpy() for name, value in engine.population.frozen.items()}
     return {**engine.state(), **frozen}
+
+
+def _refuse_used(out: Path) -> None:
+    """Never write over what is there: it may be a run, or the base model."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists already; choose another --out, or remove it first")
 
 
 def _make(folder: Path) -> None:

@@ -7,6 +7,7 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mezzo.errors import JournalError, RunFailed
 
@@ -43,3 +44,14 @@ def explained(path: Path, kind: type[Exception] = JournalError) -> Iterator[None
         reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
         again = f"; free space or fix it, then continue with --resume {path.parent}" if kind is RunFailed else ""
         raise kind(f"{path}: {reason}{again}") from None
+
+
+def finite(value: Any) -> Any:
+    """JSON without NaN: other programs read these lines too."""
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else str(value)
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return value

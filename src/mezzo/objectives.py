@@ -44,14 +44,15 @@ def log_sum_exp(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return total
 
 
-def accuracy_of(predicted: Labels, labels: Labels) -> float:
+def accuracy_of(predicted: Labels, labels: Labels, classes: int = 0) -> float:
     return float((predicted == labels).mean())
 
 
-def f1_of(predicted: Labels, labels: Labels) -> float:
-    """Binary F1 of class 1; the mean over classes when there are more than two."""
-    classes = [1] if max(predicted.max(), labels.max()) <= 1 else sorted(set(labels.tolist()) | set(predicted.tolist()))
-    return float(np.mean([_f1_of_class(predicted, labels, c) for c in classes]))
+def f1_of(predicted: Labels, labels: Labels, classes: int = 0) -> float:
+    """Binary F1 of class 1; the mean over the classes that occur when the task has more than two."""
+    count = classes or 1 + int(max(predicted.max(), labels.max()))
+    wanted = [1] if count <= 2 else sorted(set(labels.tolist()) | set(predicted.tolist()))
+    return float(np.mean([_f1_of_class(predicted, labels, c) for c in wanted]))
 
 
 def _f1_of_class(predicted: Labels, labels: Labels, positive: int) -> float:
@@ -60,7 +61,7 @@ def _f1_of_class(predicted: Labels, labels: Labels, positive: int) -> float:
     return 2 * hits / both if both else 0.0
 
 
-def matthews_of(predicted: Labels, labels: Labels) -> float:
+def matthews_of(predicted: Labels, labels: Labels, classes: int = 0) -> float:
     """Matthews correlation; for more than two classes, the correlation of the one-hot matrices (R_K)."""
     count = 1 + int(max(predicted.max(), labels.max()))
     p, t = np.eye(count)[predicted], np.eye(count)[labels]
@@ -69,18 +70,21 @@ def matthews_of(predicted: Labels, labels: Labels) -> float:
     return float((p * t).sum() / spread) if spread else 0.0
 
 
-METRICS: dict[str, Callable[[Labels, Labels], float]] = {
+Metric = Callable[[Labels, Labels, int], float]
+METRICS: dict[str, Metric] = {
     "accuracy": accuracy_of,
     "f1": f1_of,
     "matthews": matthews_of,
 }
 
 
-def from_metric(metric: Callable[[Labels, Labels], float]) -> Objective:
+def from_metric(metric: Metric) -> Objective:
     """A metric of predictions as an objective: its negative, per probe."""
 
     def objective(scores: Scores, batch: Batch) -> Losses:
-        return np.array([-metric(member.argmax(axis=1), batch.labels) for member in scores], dtype=np.float64)
+        return np.array(
+            [-metric(member.argmax(axis=1), batch.labels, scores.shape[2]) for member in scores], dtype=np.float64
+        )
 
     return objective
 
@@ -110,8 +114,8 @@ def imported(name: str | Callable[..., Any]) -> Callable[..., Any]:
         sys.path.append(os.getcwd())  # the installed command does not look there by itself
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"objective {name!r} cannot be imported: {error}") from None
+    except Exception as error:  # a user's module may raise anything while it is imported
+        raise ConfigError(f"objective {name!r} cannot be imported: {type(error).__name__}: {error}") from None
     if not callable(found):
         raise ConfigError(f"objective {name!r} is not a function")
     return found  # type: ignore[no-any-return]
@@ -121,7 +125,13 @@ def _checked(function: Callable[..., Any]) -> Objective:
     """A user's function with its result checked, so that a wrong shape is an explanation and not a broken run."""
 
     def objective(scores: Scores, batch: Batch) -> Losses:
-        losses = np.asarray(function(scores, batch), dtype=np.float64)
+        try:
+            losses = np.asarray(function(scores, batch), dtype=np.float64)
+        except ConfigError:
+            raise
+        except Exception as error:  # the run must end with a line that names the culprit
+            shown = getattr(function, "__name__", function)
+            raise ConfigError(f"objective {shown!r} failed: {type(error).__name__}: {error}") from error
         if losses.shape != (scores.shape[0],):
             raise ConfigError(
                 f"objective {getattr(function, '__name__', function)!r} returned shape {losses.shape}; "

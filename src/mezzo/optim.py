@@ -46,9 +46,11 @@ class Sgd:
 
     def step(self, slopes: Sequence[Slope], step: int) -> Update:
         rate = self.lr(step)
-        keep = float(np.float32(1.0 - rate * self.weight_decay))
+        with np.errstate(over="ignore"):
+            keep = float(np.float32(1.0 - rate * self.weight_decay))
         return Update(tuple((s.seed, self._coefficient(s.value, rate, len(slopes))) for s in slopes), keep)
 
     def _coefficient(self, slope: float, rate: float, samples: int) -> float:
         clipped = max(-self.clip, min(self.clip, slope)) if self.clip > 0 else slope
-        return float(np.float32(rate * clipped / samples))
+        with np.errstate(over="ignore"):  # the trainer skips a step that does not fit into float32
+            return float(np.float32(rate * clipped / samples))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mezzo.engines.base import Engine
 from mezzo.errors import JournalError
 from mezzo.journal import Content
 from mezzo.snapshots import Snapshots, Tensors
-from mezzo.types import StepRecord
 
 REPLAY = 1000  # updates handed to the engine at once
 
@@ -27,27 +25,29 @@ def check_base(engine: Engine, content: Content) -> None:
         raise JournalError(f"{content.path} trains other tensors than this configuration selects")
 
 
-def bring_to(engine: Engine, records: Sequence[StepRecord], at: int, snapshots: Snapshots | None = None) -> None:
+def bring_to(engine: Engine, content: Content, at: int, snapshots: Snapshots | None = None) -> None:
     """From the base (a fresh engine) to the weights after `at` steps; the newest sound snapshot before it shortens the way."""
+    records = content.records
     if not 0 <= at <= len(records):
         raise JournalError(f"the journal holds steps 0 to {len(records)}; there is no step {at}")
-    start = _from_snapshot(engine, at, snapshots) if snapshots else 0
+    start = _from_snapshot(engine, content, at, snapshots) if snapshots else 0
     for first in range(start, at, REPLAY):
         engine.apply([record.update for record in records[first : min(at, first + REPLAY)]])
 
 
-def _from_snapshot(engine: Engine, at: int, snapshots: Snapshots) -> int:
+def _from_snapshot(engine: Engine, content: Content, at: int, snapshots: Snapshots) -> int:
+    """The newest snapshot whose digest is the one the journal recorded at that step; its own word is not enough."""
     initial: Tensors | None = None
     for step in snapshots.steps():
-        if step > at or (found := snapshots.load(step)) is None:
+        if step > at or step not in content.marks or (found := snapshots.load(step)) is None:
             continue
         initial = initial or engine.state()
-        tensors, digest = found
+        tensors, _ = found
         try:
             engine.load_state(tensors)
         except JournalError:
             continue
-        if engine.digest() == digest:
+        if engine.digest() == content.marks[step]:
             return step
     if initial:
         engine.load_state(initial)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.errors import ConfigError, JournalError, RunFailed
-from mezzo.files import explained, write_all, write_atomically
+from mezzo.files import explained, finite, write_all, write_atomically
 from mezzo.journal import NAME as JOURNAL
 from mezzo.snapshots import Snapshots
 
@@ -31,6 +31,7 @@ class Run:
     zero_shot: float | None = None
     zero_shot_calibrated: float | None = None
     best_step: int = 0
+    tested_on: str = "test"
     n_test: int = 0
     zero_slope_share: float = 0.0
     skipped_steps: int = 0
@@ -60,7 +61,12 @@ class Run:
             for name, value in (("zero-shot", self.zero_shot), ("calibrated zero-shot", self.zero_shot_calibrated)):
                 rows += [(name, f"{value:.1%}")] if value is not None else []
             at = "" if self.best_step == self.steps else f", at step {self.best_step}"
-            rows.append((f"test {self.metric}", f"{self.value:.1%}  95% [{low:.1%}, {high:.1%}], n={self.n_test}{at}"))
+            rows.append(
+                (
+                    f"{self.tested_on} {self.metric}",
+                    f"{self.value:.1%}  95% [{low:.1%}, {high:.1%}], n={self.n_test}{at}",
+                )
+            )
         rows.append(("zero slopes", f"{self.zero_slope_share:.1%} of steps"))
         if self.skipped_steps:
             rows.append(("skipped steps", str(self.skipped_steps)))
@@ -80,26 +86,38 @@ class Folder:
     def create(cls, out: str | None, stem: str) -> Folder:
         """A new folder; an existing one must not hold a run."""
         path = Path(out) if out else _free(Path("runs"), stem)
-        if path.exists() and not path.is_dir():
-            raise ConfigError(f"--out {path} is a file; choose a folder")
-        if (path / JOURNAL).exists():
-            raise JournalError(f"{path} holds a run already: continue it with --resume {path}, or choose another --out")
         with explained(path):
             path.mkdir(parents=True, exist_ok=True)
-        return cls(path)
+            if (path / JOURNAL).is_file():
+                if (path / JOURNAL).stat().st_size:
+                    raise JournalError(
+                        f"{path} holds a run already: continue it with --resume {path}, or choose another --out"
+                    )
+            elif any(path.iterdir()):
+                raise ConfigError(f"--out {path} is not empty; choose a new folder")
+        return cls(path)  # what has an empty journal died while it was created: nothing in it counts
 
     @classmethod
     def open(cls, path: str | Path) -> Folder:
-        if not (Path(path) / JOURNAL).is_file():
+        path = Path(path).parent if Path(path).name == JOURNAL else Path(path)
+        if not (path / JOURNAL).is_file():
             raise JournalError(f"{path} is not a run folder: it has no {JOURNAL}")
-        return cls(Path(path))
+        return cls(path)
 
     def write_config(self, config: dict[str, Any]) -> None:
         write_atomically(self.path / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
 
+    def read_config(self) -> dict[str, Any]:
+        """What config.json says; nothing when it is missing or broken, for the journal's header has it too."""
+        try:
+            found = json.loads((self.path / CONFIG).read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
     def note(self, event: str, values: dict[str, Any]) -> None:
         """One line of metrics, handed to the operating system at once."""
-        line = json.dumps({"event": event, **_finite(values)}).encode() + b"\n"
+        line = json.dumps({"event": event, **finite(values)}).encode() + b"\n"
         path = self.path / METRICS
         with explained(path, RunFailed):
             if self._metrics < 0:
@@ -112,7 +130,9 @@ class Folder:
         if not path.is_file():
             return []
         found = []
-        for line in path.read_bytes().splitlines():
+        with explained(path):
+            lines = path.read_bytes().splitlines()
+        for line in lines:
             with contextlib.suppress(ValueError):
                 found.append(json.loads(line))
         return [entry for entry in found if isinstance(entry, dict)]
@@ -134,17 +154,6 @@ def _position(entry: dict[str, Any]) -> int:
     """The journal position that an entry speaks of: a step's entry is about the state after it."""
     step = entry.get("step", 0)
     return (int(step) + 1 if entry.get("event") == "step" else int(step)) if isinstance(step, (int, float)) else 0
-
-
-def _finite(value: Any) -> Any:
-    """JSON without NaN: other programs read these lines too."""
-    if isinstance(value, float):
-        return value if value == value and abs(value) != float("inf") else str(value)
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    return value
 
 
 def _free(parent: Path, stem: str) -> Path:

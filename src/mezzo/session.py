@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from mezzo import assembly
-from mezzo.batches import batches_of
-from mezzo.config import RunConfig, from_mapping
-from mezzo.engines.base import Engine, Unit
-from mezzo.errors import JournalError
-from mezzo.estimators import Spsa
+from mezzo.engines.base import Engine
 from mezzo.evaluation import Evaluation
-from mezzo.journal import Journal
-from mezzo.objectives import OBJECTIVES, Objective, get_objective, imported
-from mezzo.optim import Sgd, schedule
-from mezzo.rebuild import bring_to, check_base
-from mezzo.rewards import Reward, Rewarded, mean_reward, text_f1
+from mezzo.journal import Journal, read
+from mezzo.rebuild import bring_to
 from mezzo.run import Folder, Run
-from mezzo.tasks import Task, get_task
-from mezzo.trainer import Limits, MeZOTrainer
-from mezzo.types import Batch, Example, Prompt, StepRecord
+from mezzo.trainer import MeZOTrainer
+from mezzo.types import Example, StepRecord
 
 Observer = Callable[[str, dict[str, Any]], None]
 LOOK_AT, STILL = 50, 1e-3
@@ -35,7 +26,7 @@ LOOK_AT, STILL = 50, 1e-3
 
 @dataclass
 class Session:
-    """Use `Session.new` or `Session.resume`, iterate `records()`, then ask `result()`."""
+    """Made by `mezzo.starting`; iterate `records()`, then ask `result()`."""
 
     parts: assembly.Parts
     splits: assembly.Splits
@@ -51,118 +42,15 @@ class Session:
     warnings: list[str] = field(default_factory=list)
     _slopes: list[float] = field(default_factory=list)
 
-    # ---- starting
+    # ---- before the first step
 
-    @classmethod
-    def new(
-        cls, config: RunConfig, observe: Observer, objective: Objective | None = None, task: Task | None = None
-    ) -> Session:
-        """Check everything, then create the run folder."""
-        parts, splits = _prepared(config, task)
-        train, dev, test = (parts.encode(splits.train), splits.dev, splits.test)
-        trainer_parts = _method(parts.config, objective)
-        observe("loading", {"model": config.model, "task": parts.task.name})
-        engine = assembly.engine_for(parts.config, parts.family, parts.classes, parts.tokenizer.pad_token_id)
-        try:
-            engine.check(Batch(train, parts.readout), parts.config.eps or 1e-3)
-            folder = Folder.create(config.out, f"{parts.task.name}-{_word(parts.config.space or '')}")
-            folder.write_config({**parts.config.to_dict(), "out": str(folder.path)})
-            journal = Journal.create(folder.path, assembly.header_of(parts, engine, train))
-        except BaseException:
-            engine.close()  # an engine may hold processes of its own
-            raise
-        session = cls._joined(parts, splits, engine, folder, journal, trainer_parts, (train, dev, test), observe)
-        session._announce(len(train), len(dev))
-        session._evaluate_zero_shot()
-        return session
+    def begin(self, train: int) -> None:
+        """Say what is about to happen and, at the start of a run, what the model can do as it came."""
+        self._announce(train)
+        if self.zero_shot is None:
+            self._evaluate_zero_shot()
 
-    @classmethod
-    def resume(
-        cls,
-        path: str | Path,
-        observe: Observer,
-        changes: dict[str, Any] | None = None,
-        objective: Objective | None = None,
-    ) -> Session:
-        """Continue a run where its journal ends; only its limits may change."""
-        folder = Folder.open(path)
-        journal = Journal.resume(folder.path)
-        try:
-            config = from_mapping({**journal.content.header["config"], **(changes or {}), "out": str(folder.path)})
-            parts, splits = _prepared(config, get_task(journal.content.header["task"]))
-            train, dev, test = (parts.encode(splits.train), splits.dev, splits.test)
-            assembly.check_header(journal.content.header, parts, train)
-            observe("loading", {"model": config.model, "task": parts.task.name})
-            engine = assembly.engine_for(parts.config, parts.family, parts.classes, parts.tokenizer.pad_token_id)
-            engine.unit = Unit(**journal.content.header["unit"])
-            check_base(engine, journal.content)
-            if journal.content.torn:
-                observe(
-                    "warning",
-                    {"text": f"the last {journal.content.torn} bytes of the journal were torn and have been cut"},
-                )
-            records = journal.content.records
-            bring_to(engine, records, len(records), folder.snapshots)
-            earlier = folder.rewind_metrics(len(records))
-        except BaseException:
-            journal.close()
-            raise
-        made = _method(parts.config, objective)
-        session = cls._joined(parts, splits, engine, folder, journal, made, (train, dev, test), observe, earlier)
-        session._announce(len(train), len(dev))
-        if session.zero_shot is None:
-            session._evaluate_zero_shot()
-        return session
-
-    @classmethod
-    def _joined(
-        cls,
-        parts: assembly.Parts,
-        splits: assembly.Splits,
-        engine: Engine,
-        folder: Folder,
-        journal: Journal,
-        method: tuple[Spsa, Sgd, str | Objective],
-        data: tuple[tuple[Prompt, ...], list[Example], list[Example]],
-        observe: Observer,
-        earlier: Sequence[dict[str, Any]] = (),
-    ) -> Session:
-        config = parts.config
-        train, dev, test = data
-        assert config.steps is not None and config.batch_size is not None
-
-        def notify(event: str, values: dict[str, Any]) -> None:
-            folder.note(event, values)
-            observe(event, values)
-
-        limits = Limits(
-            steps=config.steps,
-            eval_every=config.eval_every or 0,
-            patience=config.patience,
-            seconds=60 * config.time_limit if config.time_limit else float("inf"),
-            snapshot_seconds=60 * config.snapshot_minutes,
-        )
-        estimator, optimizer, objective = method
-        trainer = MeZOTrainer(
-            _seen_by(parts, engine, objective),
-            estimator,
-            optimizer,
-            mean_reward if _reads_texts(parts, objective) else get_objective(objective),
-            batches_of(train, parts.readout, config.seed, config.batch_size),
-            journal,
-            limits,
-            evaluate=(lambda: parts.evaluate(engine, dev)) if dev else None,
-            snapshots=folder.snapshots,
-            notify=notify,
-            start=journal.content.steps,
-            history=[(e["step"], _evaluation(e)) for e in earlier if e.get("event") == "evaluation"],
-        )
-        known = [e for e in earlier if e.get("event") == "zero-shot"]
-        session = cls(parts, splits, engine, folder, journal, trainer, notify, test, list(earlier))
-        session.zero_shot = _evaluation(known[-1]) if known else None
-        return session
-
-    def _announce(self, train: int, dev: int) -> None:
+    def _announce(self, train: int) -> None:
         engine = self.engine.describe()
         self.observe(
             "start",
@@ -171,7 +59,7 @@ class Session:
                 "step": self.trainer.start,
                 "steps": self.trainer.limits.steps,
                 "train": train,
-                "dev": dev,
+                "dev": len(self.splits.dev),
                 "test": len(self.test),
                 "space": self.parts.config.space,
                 "lr": self.parts.config.lr,
@@ -231,9 +119,14 @@ class Session:
         if self.test:
             self._go_to(best)
             tested = self._tested()
-        lines = [e for e in self.folder.metrics() if e.get("event") == "step"]
-        zero = sum(all(slope == 0 for slope in e["slopes"]) for e in lines)
-        earlier = sum(e.get("seconds", 0.0) for e in self.earlier if e.get("event") == "result")
+        records = read(self.folder.path).records
+        zero = sum(all(slope == 0 for slope in record.slopes) for record in records)
+        skipped = sum(bool(record.skipped) for record in records)
+        if skipped:
+            self.warn(
+                f"{skipped} of {steps} steps had no finite loss and were skipped: a smaller --lr or --eps may help"
+            )
+        earlier = [float(e["seconds"]) for e in self.earlier if e.get("event") == "result" and "seconds" in e]
         run = Run(
             out=str(self.folder.path),
             steps=steps,
@@ -244,11 +137,12 @@ class Session:
             zero_shot=self.zero_shot.value if self.zero_shot else None,
             zero_shot_calibrated=self.zero_shot.calibrated if self.zero_shot else None,
             best_step=best,
+            tested_on="test" if self.splits.tested_apart else "dev",
             n_test=len(self.test),
-            zero_slope_share=zero / len(lines) if lines else 0.0,
-            skipped_steps=sum(bool(e.get("skipped")) for e in lines),
+            zero_slope_share=zero / len(records) if records else 0.0,
+            skipped_steps=skipped,
             digest=digest,
-            seconds=round(earlier + time.monotonic() - self.began, 2),
+            seconds=round((earlier[-1] if earlier else 0.0) + time.monotonic() - self.began, 2),
             forward_passes=2 * config.samples * steps,
             stopped=trainer.stopped,
             warnings=tuple(self.warnings),
@@ -262,49 +156,23 @@ class Session:
         """Weights of the best checkpoint: its snapshot, else the journal from the start."""
         if step == self.trainer.step:
             return
+        content = read(self.folder.path)
         found = self.folder.snapshots.load(step)
-        if found is not None:
+        if found is not None and step in content.marks:
             self.engine.load_state(found[0])
-            if self.engine.digest() == found[1]:
+            if self.engine.digest() == content.marks[step]:
                 return
-        config = self.parts.config.replace(engine="torch", tp=1, url=())  # the same weights, whatever ran the model
-        fresh = assembly.engine_for(config, self.parts.family, self.parts.classes, self.parts.tokenizer.pad_token_id)
-        from mezzo.journal import read
-
-        bring_to(fresh, read(self.folder.path).records, step)
+        parts = self.parts
+        config = parts.config.replace(engine="torch", tp=1, url=())  # the same weights, whatever ran the model
+        fresh = assembly.engine_for(config, parts.family, parts.classes, parts.tokenizer.pad_token_id)
+        bring_to(fresh, content, step)
         self.engine.load_state(fresh.state())
+        fresh.close()
 
     def close(self) -> None:
         self.journal.close()
         self.folder.close()
         self.engine.close()
-
-
-def _prepared(config: RunConfig, task: Task | None) -> tuple[assembly.Parts, assembly.Splits]:
-    parts = assembly.prepare(config, task)
-    return parts, assembly.splits_of(parts.config, parts.task)
-
-
-def _method(config: RunConfig, objective: Objective | None) -> tuple[Spsa, Sgd, str | Objective]:
-    assert config.lr is not None and config.eps is not None and config.steps is not None
-    name = "cross_entropy" if config.objective == "vocabulary_cross_entropy" else config.objective
-    chosen = objective or (name if name in OBJECTIVES else imported(name))
-    assert config.schedule is not None
-    rate = schedule(config.schedule, config.lr, config.steps, config.warmup)
-    return Spsa(config.seed, config.eps, config.samples), Sgd(rate, config.weight_decay or 0.0, config.clip), chosen
-
-
-def _reads_texts(parts: assembly.Parts, objective: str | Objective) -> bool:
-    """F1 of a generation task, or a function marked with `over_texts`."""
-    return (objective == "f1" and parts.task.kind == "generation") or getattr(objective, "over_texts", False)
-
-
-def _seen_by(parts: assembly.Parts, engine: Engine, objective: str | Objective) -> Engine:
-    """The engine as the objective sees it: through its scores, or through the text it generates."""
-    if not _reads_texts(parts, objective):
-        return engine
-    reward = text_f1 if isinstance(objective, str) else cast(Reward, objective)
-    return cast(Engine, Rewarded(engine, parts.decode, reward, parts.config.max_new_tokens))
 
 
 def _step_line(record: StepRecord, seconds: float) -> dict[str, Any]:
@@ -316,15 +184,3 @@ def _step_line(record: StepRecord, seconds: float) -> dict[str, Any]:
         "seconds": round(seconds, 3),
     }
     return line | ({"skipped": record.skipped} if record.skipped else {})
-
-
-def _evaluation(line: dict[str, Any]) -> Evaluation:
-    try:
-        values = {name: line[name] for name in Evaluation.__slots__}
-        return Evaluation(**{**values, "interval": tuple(values["interval"])})
-    except (KeyError, TypeError) as error:
-        raise JournalError(f"metrics.jsonl has an evaluation without {error}; delete the line and resume") from None
-
-
-def _word(space: str) -> str:
-    return space if space.isalnum() else "pattern"

@@ -96,6 +96,8 @@ def measure(options: Mapping[str, Any], directions: int = 16, batches: int = 8, 
 def _parsed(text: str) -> tuple[str, str, float | None]:
     name, _, eps = text.partition("@")
     value = convert("eps", eps) if eps else None
+    if value is not None and not 0 < value < float("inf"):
+        raise ConfigError(f"{text!r}: eps must be positive")
     return ("cross_entropy", "head", value) if name == "head" else (name, "words", value)
 
 
@@ -104,6 +106,10 @@ def _of_readout(config: RunConfig, wanted: list[tuple[str, float | None]], direc
     config = parts.config
     assert config.eps is not None and config.batch_size is not None
     train = parts.encode(assembly.splits_of(config, parts.task).train)
+    if len(train) < 2 * config.batch_size:
+        raise ConfigError(
+            f"{len(train)} training examples do not make two batches of {config.batch_size}; use a smaller --batch-size"
+        )
     engine = assembly.engine_for(config, parts.family, parts.classes, parts.tokenizer.pad_token_id)
     engine.check(batches_of(train, parts.readout, config.seed, config.batch_size)(0), config.eps)
     draw = batches_of(train, parts.readout, config.seed, config.batch_size)

@@ -99,6 +99,8 @@ class MeZOTrainer:
         slopes = self.estimator.tell(probes, losses)
         usable = all(math.isfinite(value) for value in (*losses, *(slope.value for slope in slopes)))
         update = self.optimizer.step(slopes, step) if usable else Update()
+        if not all(math.isfinite(value) for value in (update.keep, *(coef for _, coef in update.terms))):
+            usable, update = False, Update()  # a step too large for float32 is no step
         record = StepRecord(
             step,
             tuple(float(loss) for loss in losses),
@@ -118,11 +120,10 @@ class MeZOTrainer:
         if self.evaluate is None or not every or (self.history and self.history[-1][0] >= self.step):
             return
         if self.step % every == 0 or self.step >= self.limits.steps:
-            before = self.best
             evaluation = self.evaluate()
             self.history.append((self.step, evaluation))
             self.notify("evaluation", {"step": self.step, **evaluation.to_dict()})
-            if self.best is not before and self.best is not None and self.best.step == self.step:
+            if self.best is not None and self.best.step == self.step:
                 self._snapshot()
 
     def _reason_to_stop(self, began: float) -> str:

@@ -23,6 +23,7 @@ SPACES = {
     "lora": Space("lora", rank=4, alpha=8),
     "lora-all": Space("lora", rank=2, alpha=8, targets=("all-linear",)),
     "pattern": Space("*layer*1*"),
+    "head": Space("head"),
 }
 PAIR = (Probe(((7, 0.02),)), Probe(((7, -0.02),)))
 MIXED = (Probe(), Probe(((7, 0.02), (9, -0.01))), Probe(((9, 0.03),)))
@@ -37,9 +38,15 @@ def engine_for(
     return engine
 
 
+def engine_is_tied(model: torch.nn.Module) -> bool:
+    return "Llama" in type(model).__name__
+
+
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
 def test_scores_equal_weights_written_in(model, pristine, space, kind):
+    if space.kind == "head" and engine_is_tied(model):
+        pytest.skip("Llama's head is tied to its embeddings")
     engine, batch = engine_for(model, space, kind), make_batch()
     for probes in (PAIR, MIXED):
         scores = engine.score(batch, probes)
@@ -125,10 +132,11 @@ def test_a_probe_leaves_no_trace(model):
     np.testing.assert_array_equal(engine.score(batch, [Probe()]), before[1])
 
 
-def test_generation_equals_a_plain_models(tmp_path):
+@pytest.mark.parametrize("space", [Space("lora", rank=4), Space("full")], ids=["lora", "full"])
+def test_generation_equals_a_plain_models(space):
     model = make_llama()
     pristine = copy.deepcopy(model)
-    engine, batch = engine_for(model, Space("lora", rank=4), rows=4), make_batch(7)
+    engine, batch = engine_for(model, space, rows=4), make_batch(7)
     found = engine.generate(batch, PAIR, max_new_tokens=6)
     assert found[0] != found[1], "the signs must differ somewhere, else this test shows nothing"
     for index, probe in enumerate(PAIR):

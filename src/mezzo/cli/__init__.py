@@ -10,6 +10,7 @@ from typing import Any
 
 from mezzo.cli.parser import build
 from mezzo.errors import MezzoError
+from mezzo.files import finite
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcome: Any = getattr(verbs, options.verb)(options)
         result, code = outcome if isinstance(outcome, tuple) else (outcome, 0)
         if options.json:
-            print(json.dumps(result), flush=True)
+            print(json.dumps(finite(result), allow_nan=False), flush=True)
         sys.stdout.flush()
         return int(code)
     except MezzoError as error:

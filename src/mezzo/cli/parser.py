@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from mezzo import __version__
 from mezzo.config import RunConfig, options
+from mezzo.errors import nearest
 
 GROUPS = {
     "model": "model and engine",
@@ -26,8 +27,23 @@ class Formatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=32, width=110)
 
 
+class Parser(argparse.ArgumentParser):
+    """Mistakes in one line, with the nearest word that would have been right."""
+
+    def error(self, message: str) -> NoReturn:
+        if "unrecognized arguments: " in message:
+            word = message.rsplit(": ", 1)[1].split()[0]
+            known = ["--" + option.name.replace("_", "-") for option in options()]
+            message = f"unknown option {word}{nearest(word, [*known, *self._option_string_actions])}"
+        elif "invalid choice: " in message and "choose from" in message:
+            word = message.split("invalid choice: ")[1].split(" (")[0].strip("'")
+            choices = message.split("choose from ")[1].rstrip(")").replace("'", "").split(", ")
+            message = f"{word!r} is not one of {', '.join(choices)}{nearest(word, choices)}"
+        self.exit(2, f"mezzo: {message} ('{self.prog} --help' explains)\n")
+
+
 def build() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "mezzo",
         description="Fine-tune language models with forward passes only.",
         epilog="'mezzo train' alone fine-tunes a bundled model on bundled film reviews. 'mezzo VERB --help' explains a verb.",
@@ -103,7 +119,7 @@ def build() -> argparse.ArgumentParser:
     return parser
 
 
-def _verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str, help: str) -> argparse.ArgumentParser:
+def _verb(verbs: argparse._SubParsersAction[Parser], name: str, help: str) -> argparse.ArgumentParser:
     parser = verbs.add_parser(name, help=help, description=help, formatter_class=Formatter, allow_abbrev=False)
     parser.set_defaults(verb=name)
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line of standard output")

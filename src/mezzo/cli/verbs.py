@@ -13,12 +13,15 @@ from mezzo.cli.display import display
 from mezzo.cli.parser import given
 from mezzo.config import from_toml
 from mezzo.errors import ConfigError, DataError
+from mezzo.files import finite
 
 
 def train(options: Namespace) -> Any:
     from mezzo import api
 
     if options.print_config:
+        if options.resume:
+            raise ConfigError(f"a run's configuration is in {options.resume}/config.json")
         values = {**(from_toml(Path(options.config)) if options.config else {}), **given(options)}
         text = _toml(api.prepared_config(values))
         print(text, end="", file=sys.stderr if options.json else sys.stdout)
@@ -46,8 +49,10 @@ def predict(options: Namespace) -> Any:
     from mezzo import api
 
     count = 0
-    for row in api.predict(_rows(options.data), options.run, at=options.at, **given(options)):
-        print(json.dumps(row, ensure_ascii=False), flush=True)
+    table = options.data and Path(options.data).suffix.lower() not in ("", ".txt")
+    rows = options.data if table else _rows(options.data)
+    for row in api.predict(rows, options.run, at=options.at, **given(options)):
+        print(json.dumps(finite(row), ensure_ascii=False), flush=True)
         count += 1
     return {"n": count}
 

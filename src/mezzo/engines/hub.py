@@ -74,13 +74,24 @@ def family_of(config: Any) -> Family:
     raise ModelError(f"models of type {config.model_type!r} are neither masked nor causal language models")
 
 
+def longest_input(config: Any) -> int | None:
+    """Tokens that the model has positions for; RoBERTa and its kin begin to count behind the padding token."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1:
+        return None
+    kin = ("roberta", "camembert", "longformer", "mpnet")
+    return limit - config.pad_token_id - 1 if any(name in config.model_type for name in kin) else limit
+
+
 def fetched(name: str, load: Callable[..., Any]) -> Any:
     """What `load(path, local_files_only=…)` makes of the model's folder or hub name; failures in one line."""
+    from safetensors import SafetensorError
+
     path = locate(name)
     local = os.path.isdir(path)
     try:
         return load(path, local_files_only=local or not _hub_answers())
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if local:
             raise ModelError(f"{name} cannot be loaded: {first}") from None
@@ -98,10 +109,13 @@ def _hub_answers() -> bool:
     """One short try; the hub's own client would retry for half a minute."""
     from huggingface_hub import constants
 
+    if constants.HF_HUB_OFFLINE:
+        return False
     address = urlsplit(constants.ENDPOINT)
+    port = address.port or {"http": 80}.get(address.scheme, 443)
     try:
-        socket.create_connection((address.hostname, address.port or 443), timeout=5).close()
+        socket.create_connection((address.hostname, port), timeout=5).close()
     except OSError:
         # Behind a proxy the hub may be reached although a direct connection is not possible.
         return bool(getproxies())
-    return not constants.HF_HUB_OFFLINE
+    return True

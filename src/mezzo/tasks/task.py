@@ -202,7 +202,8 @@ class MLMConfig:
 
     template: str | None = None
     label_word_mapping: Mapping[str | int, str] | None = None
-    use_space_prefix: bool = True
+    use_space_prefix: bool | None = None
+    """None: as the task has it."""
 
     def apply(self, task: Task) -> Task:
         """`task` with this template and these words.
@@ -210,7 +211,7 @@ class MLMConfig:
         Integer keys are translated by the task's id order; where sources disagree on it, the ids themselves become the
         labels, so that data with those ids needs nothing more.
         """
-        changes: dict[str, Any] = {"space_prefix": self.use_space_prefix}
+        changes: dict[str, Any] = {} if self.use_space_prefix is None else {"space_prefix": self.use_space_prefix}
         if self.template is not None:
             changes["template"] = self.template
         mapping = dict(self.label_word_mapping or {})

@@ -115,7 +115,7 @@ class Tokens:
 
     def _encode(self, text: str) -> Ids:
         encoded = self.tokenizer(
-            text,
+            text.encode("utf-8", "replace").decode(),  # JSON may hold half a surrogate pair, which no tokenizer takes
             add_special_tokens=False,
             split_special_tokens=True,
             return_attention_mask=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from mezzo.engines.base import EngineSpec, Unit
 from mezzo.engines.torch.engine import TorchEngine
@@ -17,6 +18,9 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
     device = device_of(spec.device)
     torch.set_num_threads(spec.threads or os.cpu_count() or 1)
     model = load_model(spec.model, spec.family, classes=spec.classes, seed=spec.seed, remote_code=spec.remote_code)
+    config: Any = model.config
+    if spec.classes and config.pad_token_id is None:
+        config.pad_token_id = spec.pad_id  # a causal model's head looks for the last token that is not padding
     return TorchEngine(
         model,
         spec.space,

@@ -37,7 +37,7 @@ def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:
     _refuse_dead(engine, ours, base)
     finite = np.isfinite(ours)
     scale = np.abs(plain[finite]).max()
-    if _distance(ours, plain) > 1e-4 * max(1.0, scale) + TOLERANCE * _distance(plain, base):
+    if not _distance(ours, plain) <= 1e-4 * max(1.0, scale) + TOLERANCE * _distance(plain, base):
         raise ModelError(
             f"{type(engine.model).__name__} cannot be trained here: perturbed scores differ from an ordinary forward by "
             f"{_distance(ours, plain):.2g}, first in {_first_difference(engine, few, probes[0])}"
@@ -46,6 +46,8 @@ def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:
 
 def _refuse_dead(engine: TorchEngine, perturbed: Scores, base: Scores) -> None:
     """A direction that changes nothing would train nothing."""
+    if not np.isfinite(np.where(np.isneginf(perturbed), 0, perturbed)).all():
+        raise SpaceError("perturbed scores are not numbers: --eps is far too large, or the model's weights are damaged")
     if _distance(perturbed, np.broadcast_to(base, perturbed.shape)) > 0:
         return
     names = [t.name for t in engine.trained]
@@ -54,7 +56,7 @@ def _refuse_dead(engine: TorchEngine, perturbed: Scores, base: Scores) -> None:
         hint = " LoRA's A alone changes nothing while B is zero: train both."
     raise SpaceError(
         f"the chosen tensors ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}) do not change the "
-        f"scores at all, so nothing could be learned.{hint} Choose a wider --space or --only"
+        f"scores at all, so nothing could be learned.{hint} Choose a wider --space or --only, or a larger --eps"
     )
 
 

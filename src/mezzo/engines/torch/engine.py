@@ -100,7 +100,7 @@ class TorchEngine:
         members = self.population.members
         texts: list[list[tuple[int, ...]]] = [[()] * len(batch) for _ in range(members)]
         for places in by_length([p.ids for p in batch.prompts], self.unit.rows):
-            self.population.rows = len(places)
+            self.population.rows, self.population.diverged = len(places), True
             self.population.length = max(len(batch.prompts[place].ids) for place in places)
             backwards = [batch.prompts[place].ids[::-1] for place in places]  # generation pads on the left
             ids = padded(backwards, None, self.pad_id).flip(1)

@@ -156,6 +156,9 @@ def _word_logits(
 
 def _embedding(population: Population, weight: str) -> Forward:
     def forward(ids: Tensor) -> Tensor:
+        if population.diverged and ids.shape[0] != 1:
+            own = ids.view(population.members, population.rows, *ids.shape[1:])
+            return torch.cat([population.member_rows(weight, own[m])[m] for m in range(population.members)])
         # Every member sees the same tokens, so one member's rows are gathered and perturbed P ways.
         shared = ids if ids.shape[0] == 1 else ids[: population.rows]
         rows = population.member_rows(weight, shared)

@@ -83,6 +83,8 @@ def device_of(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r} was asked for, but torch {torch.__version__} sees no GPU; use --device cpu")
     try:
+        if torch.device(name).type not in ("cpu", "cuda", "mps", "xpu"):
+            raise RuntimeError(f"{name} is no device to compute on")
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None

@@ -74,6 +74,8 @@ class Population:
         self.probes: tuple[Probe, ...] = ()
         self.rows = 0
         self.length = 0
+        self.diverged = False
+        """True while members read tokens of their own: text that each of them generated."""
         self.words: Tensor | None = None
         self.gather: Tensor | None = None
 
@@ -126,6 +128,7 @@ class Population:
         try:
             yield
         finally:
+            self.diverged = False
             self.probes, self._small, self.rows, self.length, self.words, self.gather = (), {}, 0, 0, None, None
 
     @property

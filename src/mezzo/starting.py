@@ -1,0 +1,192 @@
+"""How a run begins: everything is checked and put together here, for a new run and for one that goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from mezzo import assembly
+from mezzo.batches import batches_of
+from mezzo.config import RunConfig, from_mapping
+from mezzo.engines.base import Engine, Unit
+from mezzo.errors import ConfigError, JournalError
+from mezzo.estimators import Spsa
+from mezzo.evaluation import Evaluation
+from mezzo.journal import Journal
+from mezzo.objectives import OBJECTIVES, Objective, get_objective, imported
+from mezzo.optim import Sgd, schedule
+from mezzo.rebuild import bring_to, check_base
+from mezzo.rewards import Reward, Rewarded, mean_reward, text_f1
+from mezzo.run import Folder
+from mezzo.session import Observer, Session
+from mezzo.tasks import Task, get_task
+from mezzo.trainer import Limits, MeZOTrainer
+from mezzo.types import Batch, Prompt
+
+RESUMABLE = (
+    *("steps", "time_limit", "patience", "eval_every", "eval_limit", "snapshot_minutes"),
+    *("device", "threads", "tp", "url"),
+)
+"""What may change when a run goes on: its limits and its machine."""
+
+
+def new(config: RunConfig, observe: Observer, objective: Objective | None = None, task: Task | None = None) -> Session:
+    """Check everything, then create the run folder."""
+    config = config.replace(objective=_named(objective)) if objective else config
+    parts, splits = _prepared(config, task)
+    train = parts.encode(splits.train)
+    method = _method(parts.config, objective)
+    observe("loading", {"model": config.model, "task": parts.task.name})
+    engine = _engine(parts)
+    try:
+        engine.check(Batch(train, parts.readout), parts.config.eps or 1e-3)
+        folder = Folder.create(config.out, f"{parts.task.name}-{_word(parts.config.space or '')}")
+        folder.write_config({**parts.config.to_dict(), "out": str(folder.path)})
+        journal = Journal.create(folder.path, assembly.header_of(parts, engine, train))
+    except BaseException:
+        engine.close()  # an engine may hold processes of its own
+        raise
+    return _begun(_joined(parts, splits, engine, folder, journal, method, train, observe), train)
+
+
+def resume(path: str | Path, observe: Observer, changes: dict[str, Any], objective: Objective | None = None) -> Session:
+    """Continue a run where its journal ends; only what RESUMABLE names may change, and is remembered in config.json."""
+    folder = Folder.open(path)
+    journal = Journal.resume(folder.path)
+    header, engine = journal.content.header, None
+    try:
+        _same_objective(header["config"]["objective"], objective)
+        limits = {key: value for key, value in folder.read_config().items() if key in RESUMABLE}
+        config = from_mapping({**header["config"], **limits, **changes, "out": str(folder.path)})
+        parts, splits = _prepared(config, get_task(header["task"]))
+        train = parts.encode(splits.train)
+        assembly.check_header(header, parts, train)
+        method = _method(parts.config, objective)
+        observe("loading", {"model": config.model, "task": parts.task.name})
+        engine = _engine(parts)
+        engine.unit = Unit(**header["unit"])
+        check_base(engine, journal.content)
+        if journal.content.torn:
+            text = f"the last {journal.content.torn} bytes of the journal were torn and have been cut"
+            observe("warning", {"text": text})
+        bring_to(engine, journal.content, journal.content.steps, folder.snapshots)
+        earlier = folder.rewind_metrics(journal.content.steps)
+        folder.write_config({**parts.config.to_dict(), "out": str(folder.path)})
+    except BaseException:
+        journal.close()
+        if engine is not None:
+            engine.close()
+        raise
+    return _begun(_joined(parts, splits, engine, folder, journal, method, train, observe, earlier), train)
+
+
+def _begun(session: Session, train: Sequence[Prompt]) -> Session:
+    try:
+        session.begin(len(train))
+    except BaseException:
+        session.close()  # gives the lock back
+        raise
+    return session
+
+
+def _engine(parts: assembly.Parts) -> Engine:
+    return assembly.engine_for(parts.config, parts.family, parts.classes, parts.tokenizer.pad_token_id)
+
+
+def _joined(
+    parts: assembly.Parts,
+    splits: assembly.Splits,
+    engine: Engine,
+    folder: Folder,
+    journal: Journal,
+    method: tuple[Spsa, Sgd, str | Objective],
+    train: tuple[Prompt, ...],
+    observe: Observer,
+    earlier: Sequence[dict[str, Any]] = (),
+) -> Session:
+    config = parts.config
+    assert config.steps is not None and config.batch_size is not None
+
+    def notify(event: str, values: dict[str, Any]) -> None:
+        folder.note(event, values)
+        observe(event, values)
+
+    limits = Limits(
+        steps=config.steps,
+        eval_every=config.eval_every or 0,
+        patience=config.patience,
+        seconds=60 * config.time_limit if config.time_limit else float("inf"),
+        snapshot_seconds=60 * config.snapshot_minutes,
+    )
+    estimator, optimizer, objective = method
+    trainer = MeZOTrainer(
+        _seen_by(parts, engine, objective),
+        estimator,
+        optimizer,
+        mean_reward if _reads_texts(parts, objective) else get_objective(objective),
+        batches_of(train, parts.readout, config.seed, config.batch_size),
+        journal,
+        limits,
+        evaluate=(lambda: parts.evaluate(engine, splits.dev)) if splits.dev else None,
+        snapshots=folder.snapshots,
+        notify=notify,
+        start=journal.content.steps,
+        history=[(e["step"], _evaluation(e)) for e in earlier if e.get("event") == "evaluation"],
+    )
+    known = [e for e in earlier if e.get("event") == "zero-shot"]
+    session = Session(parts, splits, engine, folder, journal, trainer, notify, splits.test, list(earlier))
+    session.zero_shot = _evaluation(known[-1]) if known else None
+    return session
+
+
+def _prepared(config: RunConfig, task: Task | None) -> tuple[assembly.Parts, assembly.Splits]:
+    parts = assembly.prepare(config, task)
+    return parts, assembly.splits_of(parts.config, parts.task)
+
+
+def _method(config: RunConfig, objective: Objective | None) -> tuple[Spsa, Sgd, str | Objective]:
+    assert config.lr is not None and config.eps is not None and config.steps is not None
+    name = "cross_entropy" if config.objective == "vocabulary_cross_entropy" else config.objective
+    chosen = objective or (name if name in OBJECTIVES else imported(name))
+    assert config.schedule is not None
+    rate = schedule(config.schedule, config.lr, config.steps, config.warmup)
+    return Spsa(config.seed, config.eps, config.samples), Sgd(rate, config.weight_decay or 0.0, config.clip), chosen
+
+
+def _reads_texts(parts: assembly.Parts, objective: str | Objective) -> bool:
+    """F1 of a generation task, or a function marked with `over_texts`."""
+    return (objective == "f1" and parts.task.kind == "generation") or getattr(objective, "over_texts", False)
+
+
+def _seen_by(parts: assembly.Parts, engine: Engine, objective: str | Objective) -> Engine:
+    """The engine as the objective sees it: through its scores, or through the text it generates."""
+    if not _reads_texts(parts, objective):
+        return engine
+    reward = text_f1 if isinstance(objective, str) else cast(Reward, objective)
+    return cast(Engine, Rewarded(engine, parts.decode, reward, parts.config.max_new_tokens))
+
+
+def _named(objective: Callable[..., Any]) -> str:
+    """How a function given in Python is remembered: it cannot be found again by name."""
+    return f"<function {getattr(objective, '__name__', type(objective).__name__)}>"
+
+
+def _same_objective(recorded: str, objective: Objective | None) -> None:
+    given = _named(objective) if objective else None
+    if recorded.startswith("<") and given != recorded:
+        raise ConfigError(f"this run's objective was the Python {recorded[1:-1]}; pass it as objective= to resume")
+    if given and not recorded.startswith("<"):
+        raise ConfigError(f"this run's objective is {recorded!r}; a resumed run keeps it")
+
+
+def _evaluation(line: dict[str, Any]) -> Evaluation:
+    try:
+        values = {name: line[name] for name in Evaluation.__slots__}
+        return Evaluation(**{**values, "interval": tuple(values["interval"])})
+    except (KeyError, TypeError) as error:
+        raise JournalError(f"metrics.jsonl has an evaluation without {error}; delete the line and resume") from None
+
+
+def _word(space: str) -> str:
+    return space if space.isalnum() else "pattern"
