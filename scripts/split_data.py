@@ -37,7 +37,8 @@ def main() -> None:
     for split in ("train", "dev", "test"):
         # Sorted by the hash of the whole line: no order of authors or labels is left.
         chosen = sorted(
-            (k for k, row in unique.items() if split_of(row) == split), key=lambda k: hashlib.sha256(k.encode()).digest()
+            (k for k, row in unique.items() if split_of(row) == split),
+            key=lambda k: hashlib.sha256(k.encode()).digest(),
         )
         text = "".join(json.dumps(unique[key], ensure_ascii=False) + "\n" for key in chosen)
         (options.out / f"{split}.jsonl").write_text(text)

@@ -214,7 +214,7 @@ def test_mistakes_are_explained(rows, tmp_path):
     data = rows("train.jsonl", SENTIMENT)
     good = {"task": "sst-2", "train": data, "dev": data, "out": str(tmp_path / "r"), **QUICK}
     for changes, kind, message in (
-        ({"model": LLAMA, "task": "reviews", "train": None}, TaskError, "masked, not causal"),
+        ({"model": LLAMA, "task": "trec", "train": None}, TaskError, "masked, not causal"),
         ({"words": "negative=terrible"}, TaskError, "positive"),
         ({"words": "negative=terrible,positive=terrible"}, TaskError, "terrible"),
         ({"words": "negative=unwatchable,positive=great"}, TaskError, "unwatchable"),

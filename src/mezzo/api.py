@@ -69,7 +69,7 @@ def open_session(
     given |= {"objective": objective} if isinstance(objective, str) else {}
     function = None if isinstance(objective, str) else objective
     if resume is not None:
-        _refuse_changes(given, config)
+        _refuse_changes({**given, **({"task": task} if task is not None else {})}, config)
         return starting.resume(resume, observe, given, function)
     values = {**(from_toml(Path(config)) if config else {}), **given}
     stated = get_task(task) if isinstance(task, (Mapping, Task)) else None
@@ -141,7 +141,8 @@ def base_engine(content: Content, **changes: Any) -> tuple[Engine, assembly.Part
     if refused:
         raise ConfigError(f"{', '.join(refused)} belongs to the run and cannot be changed after it")
     # Weights do not depend on what ran the model: without a word about it, this process rebuilds them itself.
-    here = {} if "engine" in given else {"engine": "torch", "tp": 1, "url": ()}
+    here: dict[str, Any] = {} if "engine" in given else {"engine": "torch", "tp": 1, "url": ()}
+    here |= {"device": "auto", "threads": None, "eval_limit": None}  # of that run's machine and of its own looks at dev
     try:
         header = content.header
         config = from_mapping({**header["config"], **here, **given})
@@ -234,9 +235,8 @@ def evaluate(
         raise DataError(f"task {parts.task.name!r} has no bundled data: pass --data FILE")
     config = parts.config
     found = load_examples(source, parts.task, split=split, id_order=config.id_order, encoding=config.encoding)
-    examples = found[: config.eval_limit]
     try:
-        return parts.evaluate(engine, examples)
+        return parts.evaluate(engine, assembly.some(found, config.eval_limit))
     finally:
         engine.close()
 
@@ -283,7 +283,7 @@ def _row(parts: assembly.Parts, row: Any) -> Mapping[str, Any]:
 
 def _unlabelled(parts: assembly.Parts, source: Any) -> list[Example]:
     config = parts.config
-    return load_examples(source, parts.task, labelled=False, id_order=config.id_order, encoding=config.encoding)
+    return load_examples(source, parts.task, labelled="ignore", id_order=config.id_order, encoding=config.encoding)
 
 
 def _predicted(engine: Engine, parts: assembly.Parts, examples: list[Example]) -> Iterator[dict[str, Any]]:

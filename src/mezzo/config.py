@@ -33,7 +33,7 @@ class RunConfig:
     micro_batch: int | None = option(
         "model", None, "examples in one forward; less needs less memory [8 on a CPU, else the whole batch]"
     )
-    threads: int | None = option("model", None, "CPU threads [all cores]")
+    threads: int | None = option("model", None, "CPU threads [all cores, or OMP_NUM_THREADS]")
     tp: int = option("model", 1, "ranks that SGLang splits the model over (tensor parallelism)")
     url: tuple[str, ...] = option(
         "model", (), "SGLang servers to use instead of starting one; several share each batch"

@@ -96,13 +96,14 @@ class Session:
         if record.step - self.trainer.start != LOOK_AT or record.lr == 0 or not any(self._slopes):
             return
         slope = math.sqrt(sum(value * value for value in self._slopes) / len(self._slopes))
-        moved = record.lr * slope * math.sqrt(self.trainer.limits.steps)
+        peak = self.parts.config.lr or record.lr
+        moved = peak * slope * math.sqrt(self.trainer.limits.steps)
         values = [value[value != 0] for value in self.engine.state().values()]
         count = sum(value.size for value in values)
         scale = math.sqrt(sum(float(np.square(value, dtype=np.float64).sum()) for value in values) / max(1, count))
         if moved < STILL * scale:
             self.warn(
-                f"--lr {record.lr:g} is very small for space {self.parts.config.space!r}: the whole run will move a weight by "
+                f"--lr {peak:g} is very small for space {self.parts.config.space!r}: the whole run will move a weight by "
                 f"about {moved:.1g}, and weights are about {scale:.1g}. A larger --lr will learn faster"
             )
 

@@ -124,7 +124,9 @@ def test_copa_asks_for_an_effect_with_so() -> None:
 
 def test_nothing_else_is_registered() -> None:
     listed = [(task.family, task.name) for task in list_tasks()]
-    assert sorted(listed) == sorted([("masked", name) for name in MASKED] + [("causal", name) for name in CAUSAL])
+    assert sorted(listed) == sorted(
+        [("masked", name) for name in MASKED] + [("causal", name) for name in (*CAUSAL, "reviews")]
+    )
 
 
 @pytest.mark.parametrize("task", list_tasks(), ids=lambda task: f"{task.family}-{task.name}")

@@ -24,7 +24,9 @@ def display(quiet: bool = False) -> Iterator[Observer]:
 def headline(values: dict[str, Any]) -> str:
     """What is about to happen."""
     trained, total = values["trained_parameters"], values["parameters"]
-    where = f"on {values['device']}" + (f" ({values['threads']} threads)" if values["device"] == "cpu" else "")
+    where = f"on {values['device']}" + (
+        f" ({values['threads']} thread{'s' * (values['threads'] > 1)})" if values["device"] == "cpu" else ""
+    )
     return (
         f"training {values['space']}: {trained:,} values of a {total:,}-parameter model, {values['train']} examples, "
         f"lr {values['lr']:g}, eps {values['eps']:g}, {where}; writing {values['out']}"

@@ -139,6 +139,7 @@ _QUESTION: Row = {**_CAUSAL, "kind": "generation", "metric": "f1", "label_column
 
 CAUSAL: dict[str, Row] = {
     "sst-2": {**MASKED["sst-2"], **_CAUSAL, "template": "{text} It was"},
+    "reviews": {**MASKED["reviews"], **_CAUSAL, "template": "{text} It was"},
     "rte": {
         **MASKED["rte"],
         **_CAUSAL,

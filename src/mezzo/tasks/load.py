@@ -17,7 +17,7 @@ from mezzo.tasks.registry import get_task
 from mezzo.tasks.task import Task, as_texts
 from mezzo.types import Example
 
-Labelled = bool | Literal["skip"]
+Labelled = bool | Literal["skip", "ignore"]
 
 _SPLITS = (
     ("train", "training"),
@@ -51,7 +51,7 @@ def load_examples(
     """Examples of `task` from a path, a folder with splits, a list of dicts, a Hugging Face dataset or a data frame.
 
     `id_order` says what integer labels mean: the name of an order the task declares, or label names in id order.
-    `labelled`: True refuses rows without a label, False keeps them, 'skip' leaves them out. `columns` names what
+    `labelled`: True refuses rows without a label, False keeps them, 'skip' leaves them out, 'ignore' looks at no label. `columns` names what
     cannot be guessed, task column → column of the data. `hub:NAME` or `hub:NAME:CONFIG` asks the `datasets` library.
     """
     task = get_task(task)
@@ -88,7 +88,9 @@ def _from_path(path: Path, ask: _Ask, split: str | None, encoding: str) -> Recor
     content = read(path, encoding)
     bare = False
     if isinstance(content, Sheet):
-        content, bare = layout.records(ask.task, content, ask.labels, ask.labelled is not False, ask.columns)
+        content, bare = layout.records(
+            ask.task, content, ask.labels, ask.labelled not in (False, "ignore"), ask.columns
+        )
     if bare or _K_SHOT.fullmatch(path.parent.name):
         ask.labels.suggest("lm-bff")  # its files, and no hub's, are without a header or in K-SEED folders
     return content
@@ -153,10 +155,14 @@ def _examples(found: Records, ask: _Ask) -> Iterator[Example]:
             labels.data_names(found.names.get(chosen.get(task.label_column, ""), ()))
         fields = {column: _field(row[chosen[column]], column, task, where) for column in layout.needed(task)}
         value = row.get(chosen.get(task.label_column, ""))
-        if is_missing(value) and not (task.labels and isinstance(value, str) and labels.knows(value)):
+        if (
+            labelled == "ignore" and task.kind == "classification"
+        ):  # a prediction asks for no label, whatever stands there
+            yield Example(fields)
+        elif is_missing(value) and not (task.labels and isinstance(value, str) and labels.knows(value)):
             if labelled is True:
                 raise DataError(f"{where}: no label; give one, or load with labelled=False or labelled='skip'")
-            if labelled is False:
+            if labelled in (False, "ignore"):
                 yield Example(fields)
         elif task.kind == "generation":
             yield Example({**fields, task.label_column: as_texts(value)}, 0)

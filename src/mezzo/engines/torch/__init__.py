@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from mezzo.engines.base import EngineSpec, Unit
@@ -16,7 +15,8 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
     from mezzo.engines.torch.load import device_of, load_model
 
     device = device_of(spec.device)
-    torch.set_num_threads(spec.threads or os.cpu_count() or 1)
+    if spec.threads:
+        torch.set_num_threads(spec.threads)
     model = load_model(spec.model, spec.family, classes=spec.classes, seed=spec.seed, remote_code=spec.remote_code)
     config: Any = model.config
     if spec.classes and config.pad_token_id is None:

@@ -18,7 +18,7 @@ from mezzo.engines.torch.inputs import Rows, by_length, pack, padded, picked
 from mezzo.engines.torch.noise import NoiseSource
 from mezzo.engines.torch.population import Population
 from mezzo.engines.torch.shared import score_candidates
-from mezzo.errors import JournalError, ModelError
+from mezzo.errors import JournalError, ModelError, RunFailed
 from mezzo.space import Space, lora_names, select
 from mezzo.types import Batch, Probe, Scores, TensorInfo, Trained, Update
 
@@ -66,11 +66,17 @@ class TorchEngine:
             chunk = probes[first : first + self.unit.members]
             here = out[first : first + len(chunk)]
             with self.population.at(chunk):
-                for rows in groups:
-                    scores = self._forward(rows, batch).reshape(len(chunk), -1, *rows.tail)
-                    rows.place(here, scores.cpu().numpy())
-                if shared:
-                    self._score_shared(batch, here)
+                try:
+                    for rows in groups:
+                        scores = self._forward(rows, batch).reshape(len(chunk), -1, *rows.tail)
+                        rows.place(here, scores.cpu().numpy())
+                    if shared:
+                        self._score_shared(batch, here)
+                except torch.OutOfMemoryError:
+                    raise RunFailed(
+                        f"{self.device} is out of memory with {self.unit.rows} examples and {len(chunk)} probes in one forward; "
+                        "start again with a smaller --micro-batch"
+                    ) from None
         return out
 
     def _score_shared(self, batch: Batch, out: Scores) -> None:
