@@ -51,7 +51,8 @@ def load_examples(
     """Examples of `task` from a path, a folder with splits, a list of dicts, a Hugging Face dataset or a data frame.
 
     `id_order` says what integer labels mean: the name of an order the task declares, or label names in id order.
-    `labelled`: True refuses rows without a label, False keeps them, 'skip' leaves them out, 'ignore' looks at no label. `columns` names what
+    `labelled`: True refuses rows without a label, False keeps them, 'skip' leaves them out, 'ignore' looks at no label.
+    `columns` names what
     cannot be guessed, task column → column of the data. `hub:NAME` or `hub:NAME:CONFIG` asks the `datasets` library.
     """
     task = get_task(task)
