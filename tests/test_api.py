@@ -251,6 +251,18 @@ def test_a_learning_rate_that_moves_nothing_is_warned_about(rows, tmp_path):
     assert moving.warnings == ()
 
 
+@pytest.mark.parametrize(
+    ("model", "task", "items"), [(ROBERTA, "sst-2", SENTIMENT), (LLAMA, "copa", COPA), (LLAMA, "squad", SQUAD)]
+)
+def test_rows_given_in_python_train_as_files_do(model, task, items, rows, tmp_path):
+    data = rows("train.jsonl", items)
+    common = {**QUICK, "task": task, "steps": 2, "max_new_tokens": 2}
+    files = mezzo.finetune(model, **common, train=data, dev=data, out=str(tmp_path / "files"))
+    given = mezzo.finetune(model, **common, train=items, dev=items, out=str(tmp_path / "given"))
+    assert given.digest == files.digest
+    assert mezzo.finetune(resume=given.out, steps=3).steps == 3
+
+
 def test_config_file_and_keywords_meet(rows, tmp_path):
     data = rows("train.jsonl", SENTIMENT)
     (tmp_path / "run.toml").write_text(

@@ -43,7 +43,8 @@ def finetune(
 
     Without arguments, the bundled masked LM learns the bundled reviews. `options` are those of `mezzo train --help`;
     `config` is a TOML file of them; `resume` continues a run folder. `task` may also be a dict or a Task, and `objective` a
-    function of (scores[probes, examples, candidates], batch) that returns one loss per probe.
+    function of (scores[probes, examples, candidates], batch) that returns one loss per probe. `train`, `dev` and `test` are
+    files, lists of dicts or Hugging Face datasets.
     """
     session = open_session(
         model, config=config, resume=resume, objective=objective, task=task, observe=observe, **options
@@ -71,9 +72,16 @@ def open_session(
     if resume is not None:
         _refuse_changes({**given, **({"task": task} if task is not None else {})}, config)
         return starting.resume(resume, observe, given, function)
+    rows = {name: given.pop(name) for name in ("train", "dev", "test") if not _is_path(given.get(name))}
     values = {**(from_toml(Path(config)) if config else {}), **given}
     stated = get_task(task) if isinstance(task, (Mapping, Task)) else None
+    if rows:
+        values |= assembly.saved_rows(rows, resolve(values), stated)
     return starting.new(resolve(values), observe, function, stated)
+
+
+def _is_path(value: Any) -> bool:
+    return value is None or isinstance(value, (str, Path))
 
 
 def _refuse_changes(given: Mapping[str, Any], config: str | Path | None) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from mezzo import noise
@@ -16,6 +18,7 @@ from mezzo.engines.base import Engine, EngineSpec
 from mezzo.engines.hub import Family, family_of, load_config, load_tokenizer, longest_input
 from mezzo.errors import ConfigError, DataError, JournalError
 from mezzo.evaluation import Evaluation, evaluate, evaluate_texts
+from mezzo.files import write_atomically
 from mezzo.space import Space
 from mezzo.tasks import Encoder, MLMConfig, Task, bundled_data, get_task, k_shot, load_examples
 from mezzo.types import Example, Prompt, Readout
@@ -151,6 +154,30 @@ def some(examples: list[Example], limit: int | None) -> list[Example]:
     if limit is None or limit >= len(examples):
         return examples
     return [examples[place] for place in sorted(noise.order(0, "limit", len(examples))[:limit].tolist())]
+
+
+def saved_rows(rows: dict[str, Any], config: RunConfig, task: Task | None) -> dict[str, str]:
+    """Examples given in Python as files beside the run, named by their content: a run can be resumed only from files."""
+    task = task or task_of(config, family_of(load_config(config.model, config.remote_code)))
+    folder = (Path(config.out).parent if config.out else Path("runs")) / "data"
+    paths = {}
+    for name, source in rows.items():
+        lines = [
+            json.dumps(_row(example, task), ensure_ascii=False) for example in load_examples(source, task, split=name)
+        ]
+        data = "".join(line + "\n" for line in lines).encode()
+        path = folder / f"{name}-{hashlib.sha256(data).hexdigest()[:12]}.jsonl"
+        write_atomically(path, data)
+        paths[name] = str(path)
+    return paths
+
+
+def _row(example: Example, task: Task) -> dict[str, Any]:
+    """An example as a line of data: its label by name, so that no order of ids is needed to read it back."""
+    if task.kind == "generation":
+        return dict(example.fields)
+    label: Any = task.labels[example.label] if task.kind == "classification" else example.label
+    return {**example.fields, task.label_column: label}
 
 
 def _held_out(train: list[Example], seed: int) -> tuple[list[Example], list[Example]]:
