@@ -12,11 +12,16 @@ from mezzo.cli.parser import build
 from mezzo.errors import MezzoError
 from mezzo.files import finite
 
+BUSY = 0.75
+"""Load per core from which on a machine counts as busy."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb. 0: success; 1: the run failed; 2: bad input, explained in one line."""
-    # Two spinning threads beside any other busy process make a step ten times slower; must be set before torch is loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Beside another busy process, threads that spin while they wait make a step ten times slower; on an idle machine,
+    # threads that sleep make it twice as slow. Must be set before torch is loaded.
+    if os.getloadavg()[0] > BUSY * (os.cpu_count() or 1):
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     options = build().parse_args(arguments)
     try:
         from mezzo.cli import verbs
