@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from mezzo.engines.base import EngineSpec, Unit
 from mezzo.engines.hub import load_config
+from mezzo.engines.liveness import check_alive
 from mezzo.engines.sglang import launch, requests
 from mezzo.engines.sglang.channel import Channel
 from mezzo.engines.sglang.facts import facts_of
 from mezzo.engines.sglang.forward import Count
-from mezzo.engines.sglang.liveness import refuse_dead
 from mezzo.engines.sglang.pieces import assembled, digest_of, fitting
 from mezzo.engines.sglang.rows import rows_of
 from mezzo.engines.sglang.support import refuse_space
@@ -80,7 +80,7 @@ class SGLangEngine:
     def check(self, batch: Batch, eps: float) -> None:
         """Refuse a space that SGLang cannot perturb, or that no perturbation can train."""
         refuse_space(self.space)
-        refuse_dead(self, batch, eps)
+        check_alive(self, batch, eps)
 
     def apply(self, updates: Sequence[Update]) -> None:
         refuse_space(self.space)

@@ -14,10 +14,10 @@ import torch
 
 from mezzo.engines.base import EngineSpec, Unit
 from mezzo.engines.hub import locate
+from mezzo.engines.liveness import check_alive
 from mezzo.engines.sglang import launch, requests
 from mezzo.engines.sglang.facts import SAMPLE, Facts, facts_of, fresh
 from mezzo.engines.sglang.forward import Count
-from mezzo.engines.sglang.liveness import refuse_dead
 from mezzo.engines.sglang.pieces import digest_of, fitting
 from mezzo.engines.sglang.replica import Replica
 from mezzo.engines.sglang.rows import Row, rows_of
@@ -87,14 +87,11 @@ class ServerEngine:
 
     def check(self, batch: Batch, eps: float) -> None:
         refuse_space(self.space)
-        refuse_dead(self, batch, eps)
+        check_alive(self, batch, eps)
 
     @torch.no_grad()
     def apply(self, updates: Sequence[Update]) -> None:
-        for update in updates:
-            if not update.empty:
-                self.population.apply(update)
-            self.population.source.forget()
+        self.population.replay(updates)
 
     def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[tuple[int, ...]]]:
         """Greedy continuations, by the first server."""

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from mezzo import noise
-from mezzo.engines.torch.inputs import pack
-from mezzo.errors import ModelError, SpaceError
+from mezzo.engines.liveness import distance, first_look, refuse_dead
+from mezzo.engines.torch.inputs import pack, picked
+from mezzo.errors import ModelError
 from mezzo.types import Batch, Probe, Scores, Trained
 
 if TYPE_CHECKING:
@@ -24,9 +25,7 @@ TOLERANCE = 1e-3
 
 def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:
     """Compare two examples at θ±εz with an ordinary forward whose weights are written in; refuse on a mismatch."""
-    few = Batch(batch.prompts[:2], batch.readout)
-    seed = noise.step_seed(0, 0, 0)
-    probes = (Probe(((seed, eps),)), Probe(((seed, -eps),)))
+    few, probes = first_look(batch, eps)
     try:
         ours = engine.score(few, probes)
     except (RuntimeError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -34,39 +33,14 @@ def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:
         raise ModelError(f"{type(engine.model).__name__} cannot be perturbed in one forward: {reason}") from None
     plain = np.stack([_plain_scores(engine, few, probe) for probe in probes])
     base = engine.score(few, [Probe()])
-    _refuse_dead(engine, ours, base)
+    refuse_dead(engine.trained, ours, base)
     finite = np.isfinite(ours)
     scale = np.abs(plain[finite]).max()
-    if not _distance(ours, plain) <= 1e-4 * max(1.0, scale) + TOLERANCE * _distance(plain, base):
+    if not distance(ours, plain) <= 1e-4 * max(1.0, scale) + TOLERANCE * distance(plain, base):
         raise ModelError(
             f"{type(engine.model).__name__} cannot be trained here: perturbed scores differ from an ordinary forward by "
-            f"{_distance(ours, plain):.2g}, first in {_first_difference(engine, few, probes[0])}"
+            f"{distance(ours, plain):.2g}, first in {_first_difference(engine, few, probes[0])}"
         )
-
-
-def _refuse_dead(engine: TorchEngine, perturbed: Scores, base: Scores) -> None:
-    """A direction that changes nothing would train nothing."""
-    if not np.isfinite(np.where(np.isneginf(perturbed), 0, perturbed)).all():
-        raise SpaceError("perturbed scores are not numbers: --eps is far too large, or the model's weights are damaged")
-    if _distance(perturbed, np.broadcast_to(base, perturbed.shape)) > 0:
-        return
-    names = [t.name for t in engine.trained]
-    hint = ""
-    if all(t.kind == "lora_A" for t in engine.trained):
-        hint = " LoRA's A alone changes nothing while B is zero: train both."
-    raise SpaceError(
-        f"the chosen tensors ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}) do not change the "
-        f"scores at all, so nothing could be learned.{hint} Choose a wider --space or --only, or a larger --eps"
-    )
-
-
-def _distance(a: Scores, b: Scores) -> float:
-    """Largest difference of scores, up to the constant per row that scores leave open."""
-    finite = np.isfinite(a)
-    a, b = np.where(finite, a, 0.0), np.where(finite, b, 0.0)
-    if a.shape[-1] > 1:
-        a, b = a - a.mean(-1, keepdims=True), b - b.mean(-1, keepdims=True)
-    return float(np.abs(a - b).max())
 
 
 def written_in(engine: TorchEngine, probe: Probe) -> dict[str, Tensor]:
@@ -101,8 +75,7 @@ def _plain_scores(engine: TorchEngine, batch: Batch, probe: Probe) -> Scores:
         inputs = engine.inputs(rows, 1)
         logits = torch.func.functional_call(engine.model, values, (), inputs, tie_weights=True).logits.float()
         if rows.positions is not None:
-            index = rows.positions.to(logits.device)[:, :, None].expand(-1, -1, logits.shape[-1])
-            logits = logits.gather(1, index)
+            logits = picked(logits, rows.positions.to(logits.device))
             if batch.readout.kind == "words" and not batch.readout.vocabulary:
                 logits = logits[:, :, list(batch.readout.words)]
         rows.place(out, rows.read(logits, batch.readout, 1).reshape(1, -1, *rows.tail).cpu().numpy())

@@ -86,10 +86,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def apply(self, updates: Sequence[Update]) -> None:
-        for update in updates:
-            if not update.empty:
-                self.population.apply(update)
-            self.population.source.forget()
+        self.population.replay(updates)
 
     @torch.no_grad()
     def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[tuple[int, ...]]]:

@@ -88,6 +88,13 @@ class Population:
                 return held[name]
         raise KeyError(name)
 
+    def replay(self, updates: Sequence[Update]) -> None:
+        """One update after the other; each ends a step, so its noise is not needed again."""
+        for update in updates:
+            if not update.empty:
+                self.apply(update)
+            self.source.forget()
+
     def apply(self, update: Update) -> None:
         """θ ← fl(keep·θ), then fl(θ − fl(c·z)) term by term: separate operations, so that every machine rounds alike."""
         terms = [(seed, coef) for seed, coef in update.terms if coef != 0.0]

@@ -1,0 +1,49 @@
+"""Does a perturbation reach the scores? A direction that changes nothing would train nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mezzo import noise
+from mezzo.engines.base import Engine
+from mezzo.errors import SpaceError
+from mezzo.types import Batch, Probe, Scores, Trained
+
+
+def check_alive(engine: Engine, batch: Batch, eps: float) -> None:
+    """Refuse a space whose perturbation the engine's scores do not feel."""
+    few, probes = first_look(batch, eps)
+    refuse_dead(engine.trained, engine.score(few, probes), engine.score(few, [Probe()]))
+
+
+def first_look(batch: Batch, eps: float) -> tuple[Batch, tuple[Probe, Probe]]:
+    """Two examples and one pair of probes: enough to see whether anything moves, and cheap."""
+    seed = noise.step_seed(0, 0, 0)
+    return Batch(batch.prompts[:2], batch.readout), (Probe(((seed, eps),)), Probe(((seed, -eps),)))
+
+
+def refuse_dead(trained: Sequence[Trained], perturbed: Scores, base: Scores) -> None:
+    """Raise SpaceError when scores[P, B, C] at the probes are those of the base, or no numbers."""
+    if not np.isfinite(np.where(np.isneginf(perturbed), 0, perturbed)).all():
+        raise SpaceError("perturbed scores are not numbers: --eps is far too large, or the model's weights are damaged")
+    if distance(perturbed, np.broadcast_to(base, perturbed.shape)) > 0:
+        return
+    names = [t.name for t in trained]
+    hint = ""
+    if all(t.kind == "lora_A" for t in trained):
+        hint = " LoRA's A alone changes nothing while B is zero: train both."
+    raise SpaceError(
+        f"the chosen tensors ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}) do not change the "
+        f"scores at all, so nothing could be learned.{hint} Choose a wider --space or --only, or a larger --eps"
+    )
+
+
+def distance(a: Scores, b: Scores) -> float:
+    """Largest difference of scores, up to the constant per row that scores leave open."""
+    finite = np.isfinite(a)
+    a, b = np.where(finite, a, 0.0), np.where(finite, b, 0.0)
+    if a.shape[-1] > 1:
+        a, b = a - a.mean(-1, keepdims=True), b - b.mean(-1, keepdims=True)
+    return float(np.abs(a - b).max())
