@@ -72,9 +72,10 @@ def environment() -> dict[str, str]:
     return {**kept, **quiet, "PATH": path}
 
 
-def run(command: list[str], folder: Path, seconds: int = 600) -> None:
+def run(command: list[str], folder: Path, seconds: int = 600) -> tuple[int, str, str]:
+    """Exit code, and the ends of what was printed and complained."""
     done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=seconds)
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.returncode, done.stdout[-4000:], done.stderr[-4000:]
 
 
 def needs_sglang(path: Path) -> bool:
@@ -96,7 +97,8 @@ def test_the_blocks_of_a_page_run(page, tmp_path):
     given = [("python", 0, GIVEN[page.name])] if page.name in GIVEN else []
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps([str(page.relative_to(ROOT)), given + runnable]))
-    run([sys.executable, "-c", DRIVER, str(plan)], tmp_path)
+    code, printed, complaints = run([sys.executable, "-c", DRIVER, str(plan)], tmp_path)
+    assert code == 0, f"{printed}\n{complaints}"
 
 
 @pytest.mark.slow
@@ -104,7 +106,10 @@ def test_the_blocks_of_a_page_run(page, tmp_path):
 def test_an_example_runs(example, tmp_path):
     if needs_sglang(example):
         pytest.skip("needs the SGLang environment")
-    run([sys.executable, str(example)], tmp_path)
+    code, printed, complaints = run([sys.executable, str(example)], tmp_path)
+    assert code == 0, f"{printed}\n{complaints}"
+    assert printed.strip(), "an example shows what it did"
+    assert "Traceback" not in complaints
 
 
 # --- what pages say of the code

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from mezzo import __version__
 from mezzo.config import RunConfig, options
@@ -20,6 +20,24 @@ GROUPS = {
 }
 MODEL_OPTIONS = ("model", "engine", "device", "dtype", "micro_batch", "threads", "tp", "url", "remote_code")
 TASK_OPTIONS = ("task", "id_order", "encoding", "template", "words", "max_length", "readout")
+
+
+SIGNAL_OPTIONS = (
+    "train",
+    "k",
+    "data_seed",
+    "batch_size",
+    "eps",
+    "seed",
+    "space",
+    "rank",
+    "alpha",
+    "targets",
+    "only",
+    "layers",
+    "noise",
+    "noise_rank",
+)
 
 
 class Formatter(argparse.HelpFormatter):
@@ -42,6 +60,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"mezzo: {message} ('{self.prog} --help' explains)\n")
 
 
+Verbs: TypeAlias = "argparse._SubParsersAction[Parser]"
+
+
 def build() -> argparse.ArgumentParser:
     parser = Parser(
         "mezzo",
@@ -52,74 +73,82 @@ def build() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"mezzo {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-
-    train = _verb(verbs, "train", "fine-tune a model; without options, the bundled one on the bundled reviews")
-    train.add_argument("--resume", metavar="RUN", help="continue a run folder where its journal ends")
-    train.add_argument("--config", metavar="FILE", help="TOML file with any of the options below")
-    train.add_argument("--print-config", action="store_true", help="print the resolved configuration as TOML and exit")
-    _options(train, [f.name for f in options()])
-
-    evaluate = _verb(verbs, "eval", "evaluate a run, or a model as it is (zero-shot)")
-    evaluate.set_defaults(verb="evaluate")
-    evaluate.add_argument(
-        "run", nargs="?", metavar="RUN", help="run folder or compact journal; without it, --model as it is"
-    )
-    evaluate.add_argument("--data", metavar="FILE", help="examples to evaluate [the bundled test set of the task]")
-    evaluate.add_argument("--at", type=int, metavar="STEP", help="journal position [the best checkpoint]")
-    _options(
-        evaluate, [*MODEL_OPTIONS, *TASK_OPTIONS, "eval_limit", "demonstrations", "train", "k", "data_seed", "seed"]
-    )
-
-    predict = _verb(verbs, "predict", "label texts: one JSON line per input")
-    predict.add_argument(
-        "run", nargs="?", metavar="RUN", help="run folder or compact journal; without it, --model as it is"
-    )
-    predict.add_argument("--data", metavar="FILE", help="text lines, or jsonl with the task's columns [standard input]")
-    predict.add_argument("--at", type=int, metavar="STEP", help="journal position [the best checkpoint]")
-    _options(predict, [*MODEL_OPTIONS, *TASK_OPTIONS])
-
-    signal = _verb(verbs, "signal", "measure what slopes different objectives give, before spending compute")
-    signal.add_argument("--directions", type=int, default=16, help="random directions [16]")
-    signal.add_argument("--batches", type=int, default=8, help="batches per direction [8]")
-    signal.add_argument(
-        "--objectives", default="", help="comma-separated, e.g. cross_entropy,accuracy@1e-3,head [all of these]"
-    )
-    train_like = (
-        "train",
-        "k",
-        "data_seed",
-        "batch_size",
-        "eps",
-        "seed",
-        "space",
-        "rank",
-        "alpha",
-        "targets",
-        "noise",
-        "noise_rank",
-    )
-    _options(signal, [*MODEL_OPTIONS, *TASK_OPTIONS, *train_like])
-
-    export = _verb(verbs, "export", "write a run as a PEFT adapter, a Hugging Face model or a compact journal")
-    export.add_argument("run", metavar="RUN", help="run folder or compact journal")
-    export.add_argument("kind", metavar="KIND", help="adapter, model or journal")
-    export.add_argument("--out", metavar="PATH", help="where to [inside the run folder]")
-    export.add_argument("--at", type=int, metavar="STEP", help="journal position [the best checkpoint]")
-    export.add_argument("--model", metavar="M", help="the base model, if it lies elsewhere than the journal says")
-
-    verify = _verb(verbs, "verify", "rebuild a run from base model and journal and compare digests")
-    verify.add_argument("run", metavar="RUN", help="run folder or compact journal")
-    verify.add_argument("--model", metavar="M", help="the base model, if it lies elsewhere than the journal says")
-    verify.add_argument("--device", metavar="D", help="where to rebuild [as the run]")
-
-    tasks = _verb(verbs, "tasks", "list the tasks, or show one with a rendered example")
-    tasks.add_argument("action", nargs="?", choices=("list", "show"), default="list", help="list or show")
-    tasks.add_argument("name", nargs="?", metavar="NAME", help="task name or TOML file")
-    tasks.add_argument("--family", choices=("masked", "causal"), help="which of two tasks of that name")
+    for add in (_train, _eval, _predict, _signal, _export, _verify, _tasks):
+        add(verbs)
     return parser
 
 
-def _verb(verbs: argparse._SubParsersAction[Parser], name: str, help: str) -> argparse.ArgumentParser:
+def _train(verbs: Verbs) -> None:
+    verb = _verb(verbs, "train", "fine-tune a model; without options, the bundled one on the bundled reviews")
+    verb.add_argument("--resume", metavar="RUN", help="continue a run folder where its journal ends")
+    verb.add_argument("--config", metavar="FILE", help="TOML file with any of the options below")
+    verb.add_argument("--print-config", action="store_true", help="print the resolved configuration as TOML and exit")
+    _options(verb, [f.name for f in options()])
+
+
+def _eval(verbs: Verbs) -> None:
+    verb = _verb(verbs, "eval", "evaluate a run, or a model as it is (zero-shot)")
+    verb.set_defaults(verb="evaluate")
+    _run_or_model(verb)
+    verb.add_argument("--data", metavar="FILE", help="examples to evaluate [the bundled test set of the task]")
+    _options(verb, [*MODEL_OPTIONS, *TASK_OPTIONS, "eval_limit", "demonstrations", "train", "k", "data_seed", "seed"])
+
+
+def _predict(verbs: Verbs) -> None:
+    verb = _verb(verbs, "predict", "label texts: one JSON line per input")
+    _run_or_model(verb)
+    verb.add_argument("--data", metavar="FILE", help="a data file, or lines of text or JSON [standard input]")
+    _options(verb, [*MODEL_OPTIONS, *TASK_OPTIONS])
+
+
+def _signal(verbs: Verbs) -> None:
+    verb = _verb(verbs, "signal", "measure what slopes different objectives give, before spending compute")
+    verb.add_argument("--directions", type=int, default=16, help="random directions [16]")
+    verb.add_argument("--batches", type=int, default=8, help="batches per direction [8]")
+    verb.add_argument(
+        "--objectives", default="", help="comma-separated, e.g. cross_entropy,accuracy@1e-3,head [all of these]"
+    )
+    _options(verb, [*MODEL_OPTIONS, *TASK_OPTIONS, *SIGNAL_OPTIONS])
+
+
+def _export(verbs: Verbs) -> None:
+    verb = _verb(verbs, "export", "write a run as a PEFT adapter, a Hugging Face model or a compact journal")
+    _run(verb)
+    verb.add_argument("kind", metavar="KIND", help="adapter, model or journal")
+    verb.add_argument("--out", metavar="PATH", help="where to [inside the run folder]")
+    _position(verb)
+
+
+def _verify(verbs: Verbs) -> None:
+    verb = _verb(verbs, "verify", "rebuild a run from base model and journal and compare digests")
+    _run(verb)
+    verb.add_argument("--device", metavar="D", help="where to rebuild [a GPU if there is one]")
+
+
+def _tasks(verbs: Verbs) -> None:
+    verb = _verb(verbs, "tasks", "list the tasks, or show one with a rendered example")
+    verb.add_argument("action", nargs="?", choices=("list", "show"), default="list", help="list or show")
+    verb.add_argument("name", nargs="?", metavar="NAME", help="task name or TOML file")
+    verb.add_argument("--family", choices=("masked", "causal"), help="which of two tasks of that name")
+
+
+def _run(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("run", metavar="RUN", help="run folder or compact journal")
+    verb.add_argument("--model", metavar="M", help="the base model, if it lies elsewhere than the journal says")
+
+
+def _run_or_model(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "run", nargs="?", metavar="RUN", help="run folder or compact journal; without it, --model as it is"
+    )
+    _position(verb)
+
+
+def _position(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--at", type=int, metavar="STEP", help="journal position [the best checkpoint]")
+
+
+def _verb(verbs: Verbs, name: str, help: str) -> argparse.ArgumentParser:
     parser = verbs.add_parser(name, help=help, description=help, formatter_class=Formatter, allow_abbrev=False)
     parser.set_defaults(verb=name)
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line of standard output")
