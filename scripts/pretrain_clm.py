@@ -5,15 +5,14 @@ words count more in the loss. The defaults made the bundled `llama-mini` on one 
 """
 
 import torch
-from pretrain_common import Setup, finish, fit, parse_options, prepare, zero_shot
+from pretrain_common import Setup, parse_options, prepare, sentiment, train
 from pretrain_data import Mix, sample_rows
-from pretrain_tokenizer import wrap
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 FOCUS_WEIGHT = 3.0
-PROMPT, LABEL_WORDS = " It was", (" terrible", " great")
+PROMPT = " It was"
 
 
 def build(setup: Setup) -> LlamaForCausalLM:
@@ -68,36 +67,22 @@ def evaluate(model: PreTrainedModel, setup: Setup) -> dict[str, float]:
     rows, length = 256 if setup.device.type == "cuda" else 8, max(setup.args.lengths)
     ids = sample_rows(setup.heldout, rows, length + 1, Mix(0, 0), setup.specials, setup.generator(1), fill=True)
     results = {"heldout_loss": head_loss(model.lm_head, hidden_states(model, ids[:, :-1]), ids[:, 1:]).item()}
-    return {**results, **sentiment(model, setup)} if setup.sentiment else results
+    if setup.sentiment:
+        prompt = setup.tokenizer.encode(PROMPT, add_special_tokens=False).ids
+        results |= sentiment(model, setup, prompt, lambda ids: last_hidden(model, ids, setup.specials[1]))
+    return results
 
 
-def sentiment(model: PreTrainedModel, setup: Setup) -> dict[str, float]:
-    bos, pad, _ = setup.specials
-    end = setup.tokenizer.encode(PROMPT, add_special_tokens=False).ids
-    words = torch.tensor([setup.tokenizer.encode(word, add_special_tokens=False).ids[0] for word in LABEL_WORDS])
-    room = max(setup.args.lengths) - len(end) - 1
-    rows = [
-        torch.tensor([bos, *setup.tokenizer.encode(text, add_special_tokens=False).ids[:room], *end])
-        for text, _ in setup.sentiment
-    ]
-    margins = []
-    for i in range(0, len(rows), 256):
-        # Padding stands on the right, where a causal model's earlier positions do not see it.
-        ids = torch.nn.utils.rnn.pad_sequence(rows[i : i + 256], batch_first=True, padding_value=pad).to(setup.device)
-        last = (ids != pad).sum(1) - 1
-        hidden = hidden_states(model, ids)[torch.arange(len(ids), device=setup.device), last]
-        scores = model.lm_head(hidden)[:, words.to(setup.device)].float()
-        margins.append(scores[:, 1] - scores[:, 0])
-    return zero_shot(torch.cat(margins), [label for _, label in setup.sentiment])
+def last_hidden(model: PreTrainedModel, ids: Tensor, pad: int) -> Tensor:
+    """The state at the last real token. Padding stands on the right, where earlier positions do not see it."""
+    last = (ids != pad).sum(1) - 1
+    return hidden_states(model, ids)[torch.arange(len(ids), device=ids.device), last]
 
 
 def main() -> None:
     args = parse_options(__doc__.splitlines()[0], lengths="128:0.5,512:0.5", minutes=4.75, ffn=704)
     setup = prepare(args, end=True)
-    model = build(setup)
-    cost = fit(model, setup, NextTokenLoss(setup), lambda m: evaluate(m, setup))
-    tokenizer = wrap(setup.tokenizer, eos=False, max_length=max(args.lengths))
-    finish(model, setup, tokenizer, cost, lambda m: evaluate(m, setup))
+    train(build(setup), setup, NextTokenLoss(setup), lambda model: evaluate(model, setup), eos=False)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import torch
 from pretrain_data import Corpus, Mix, build_corpus, read_documents
-from pretrain_tokenizer import SPECIALS, special_id, train_tokenizer
+from pretrain_tokenizer import SPECIALS, special_id, train_tokenizer, wrap
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 Loss = Callable[[PreTrainedModel, int, int], Tensor]  # (model, rows, length) → the loss of one fresh batch
 Evaluate = Callable[[PreTrainedModel], dict[str, float]]
+LABEL_WORDS = (" terrible", " great")
 
 
 def parse_options(description: str, *, lengths: str, minutes: float, ffn: int) -> argparse.Namespace:
@@ -149,6 +150,25 @@ def zero_shot(margins: Tensor, labels: list[int]) -> dict[str, float]:
     }
 
 
+def sentiment(
+    model: PreTrainedModel, setup: Setup, prompt: list[int], read: Callable[[Tensor], Tensor]
+) -> dict[str, float]:
+    """Zero-shot accuracy of `prompt` after each sentence. `read`: padded ids to the hidden state that predicts the label."""
+    bos, pad, _ = setup.specials
+    words = [setup.tokenizer.encode(word, add_special_tokens=False).ids[0] for word in LABEL_WORDS]
+    room = max(setup.args.lengths) - len(prompt) - 1
+    rows = [
+        torch.tensor([bos, *setup.tokenizer.encode(text, add_special_tokens=False).ids[:room], *prompt])
+        for text, _ in setup.sentiment
+    ]
+    margins = []
+    for i in range(0, len(rows), 256):
+        ids = torch.nn.utils.rnn.pad_sequence(rows[i : i + 256], batch_first=True, padding_value=pad).to(setup.device)
+        scores = model.lm_head(read(ids))[:, words].float()
+        margins.append(scores[:, 1] - scores[:, 0])
+    return zero_shot(torch.cat(margins), [label for _, label in setup.sentiment])
+
+
 def fit(model: PreTrainedModel, setup: Setup, loss_of: Loss, evaluate: Evaluate) -> dict[str, float]:
     """Train until the budget is spent, and say what it took. Progress is time or tokens, so the rate ends at 0."""
     args, cuda = setup.args, setup.device.type == "cuda"
@@ -218,3 +238,9 @@ def finish(
     (out / "pretraining.json").write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps({**cost, **results}))
     print(f"{model.num_parameters() / 1e6:.2f}M parameters written to {out}")
+
+
+def train(model: PreTrainedModel, setup: Setup, loss_of: Loss, evaluate: Evaluate, *, eos: bool) -> None:
+    """From a fresh model to the written folder. `eos`: whether its tokenizer ends a text with `</s>`."""
+    cost = fit(model, setup, loss_of, evaluate)
+    finish(model, setup, wrap(setup.tokenizer, eos=eos, max_length=max(setup.args.lengths)), cost, evaluate)

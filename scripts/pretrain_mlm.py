@@ -5,15 +5,15 @@ Rows are spans of one document, cut at sentence ends. 17% of the tokens are to b
 """
 
 import torch
-from pretrain_common import Setup, finish, fit, parse_options, prepare, zero_shot
+from pretrain_common import Setup, parse_options, prepare, sentiment, train
 from pretrain_data import Mix, sample_rows
-from pretrain_tokenizer import SPECIALS, wrap
+from pretrain_tokenizer import SPECIALS
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, RobertaConfig, RobertaForMaskedLM
 
 RATE, FOCUS_RATE, HELDOUT_RATE = 0.17, 0.35, 0.2
-PROMPT, LABEL_WORDS = " It was<mask>.", (" terrible", " great")
+PROMPT = " It was<mask>."
 
 
 def build(setup: Setup) -> RobertaForMaskedLM:
@@ -94,34 +94,17 @@ def evaluate(model: PreTrainedModel, setup: Setup) -> dict[str, float]:
     inputs, chosen = corrupt(ids, rates, mask, generator)
     hidden = encode(model, inputs, setup.specials[1])
     results = {"heldout_loss": cross_entropy(model.lm_head(hidden[chosen]).float(), ids[chosen]).item()}
-    return {**results, **sentiment(model, setup)} if setup.sentiment else results
-
-
-def sentiment(model: PreTrainedModel, setup: Setup) -> dict[str, float]:
-    bos, pad, eos = setup.specials
-    mask = setup.id("mask")
-    end = setup.tokenizer.encode(PROMPT, add_special_tokens=False).ids + [eos]
-    words = torch.tensor([setup.tokenizer.encode(word, add_special_tokens=False).ids[0] for word in LABEL_WORDS])
-    room = max(setup.args.lengths) - len(end) - 1
-    rows = [
-        torch.tensor([bos, *setup.tokenizer.encode(text, add_special_tokens=False).ids[:room], *end])
-        for text, _ in setup.sentiment
-    ]
-    margins = []
-    for i in range(0, len(rows), 256):
-        ids = torch.nn.utils.rnn.pad_sequence(rows[i : i + 256], batch_first=True, padding_value=pad).to(setup.device)
-        scores = model.lm_head(encode(model, ids, pad)[ids == mask])[:, words.to(setup.device)].float()
-        margins.append(scores[:, 1] - scores[:, 0])
-    return zero_shot(torch.cat(margins), [label for _, label in setup.sentiment])
+    if setup.sentiment:
+        _, pad, eos = setup.specials
+        prompt = [*setup.tokenizer.encode(PROMPT, add_special_tokens=False).ids, eos]
+        results |= sentiment(model, setup, prompt, lambda ids: encode(model, ids, pad)[ids == mask])
+    return results
 
 
 def main() -> None:
     args = parse_options(__doc__.splitlines()[0], lengths="64:0.5,128:0.4,256:0.1", minutes=8.0, ffn=1024)
     setup = prepare(args, end=False)
-    model = build(setup)
-    cost = fit(model, setup, MaskedLoss(setup), lambda m: evaluate(m, setup))
-    tokenizer = wrap(setup.tokenizer, eos=True, max_length=max(args.lengths))
-    finish(model, setup, tokenizer, cost, lambda m: evaluate(m, setup))
+    train(build(setup), setup, MaskedLoss(setup), lambda model: evaluate(model, setup), eos=True)
 
 
 if __name__ == "__main__":

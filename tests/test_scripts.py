@@ -1,0 +1,95 @@
+"""The scripts that made what the package carries, on a few hundred lines of text and a second of training."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+
+from tests.conftest import SENTENCES
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+TINY = [
+    "--layers",
+    "1",
+    "--hidden",
+    "32",
+    "--heads",
+    "2",
+    "--ffn",
+    "32",
+    "--vocab",
+    "600",
+    "--tokens",
+    "20000",
+    "--batch-tokens",
+    "2048",
+    "--device",
+    "cpu",
+]
+
+
+def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPTS / name), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "loader"), [("pretrain_mlm.py", AutoModelForMaskedLM), ("pretrain_clm.py", AutoModelForCausalLM)]
+)
+def test_pretraining_writes_a_model_that_loads(script, loader, tmp_path):
+    lines = [text for texts in SENTENCES.values() for text in texts]
+    text = "".join(
+        f"{a.capitalize()}. It was {word}. {b.capitalize()}.\n"
+        for a in lines
+        for b in lines
+        for word in ("great", "terrible")
+    )
+    (tmp_path / "text.txt").write_text(text)
+    rows = "".join(f"{t}\t{y}\n" for y, texts in enumerate(SENTENCES.values()) for t in texts)
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\n" + rows)
+    out = tmp_path / "model"
+    done = run(
+        script,
+        str(tmp_path / "text.txt"),
+        "--out",
+        str(out),
+        "--eval-tsv",
+        str(tmp_path / "dev.tsv"),
+        "--lengths",
+        "32:1",
+        *TINY,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    record = json.loads((out / "pretraining.json").read_text())
+    assert {"heldout_loss", "zero_shot", "zero_shot_calibrated"} <= set(record["results"])
+    model, tokenizer = loader.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    assert str(model.dtype) == "torch.float16"
+    for word in (" terrible", " great", " Description", " Maybe"):
+        assert len(tokenizer.encode(word, add_special_tokens=False)) == 1, word
+
+
+def test_a_missing_text_is_one_line():
+    done = run("pretrain_mlm.py", "no-such-text.txt", "--out", "x")
+    assert done.returncode != 0
+    assert done.stderr.strip().splitlines()[-1] == "error: no such file: no-such-text.txt"
+
+
+def test_the_bundled_splits_follow_the_rule():
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        from split_data import split_of
+    finally:
+        sys.path.pop(0)
+    folder = SCRIPTS.parent / "src" / "mezzo" / "bundled" / "data"
+    for path in folder.glob("*/*.jsonl"):
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        assert rows
+        assert {split_of(row) for row in rows} == {path.stem}, path
