@@ -79,6 +79,25 @@ def test_predict_reads_lines_and_json(tiny, tmp_path, capsys):
     assert all(row["label"] == max(row["probabilities"], key=row["probabilities"].get) for row in rows)
 
 
+def test_eval_of_a_model_with_demonstrations(tiny_folder, tiny_data, capsys):
+    common = ["--model", tiny_folder, "--task", "sst-2", "--data", tiny_data, "--threads", "1"]
+    _, plain, _ = run(capsys, "eval", *common)
+    code, shown, _ = run(capsys, "eval", *common, "--train", tiny_data, "--demonstrations", "2")
+    assert code == 0
+    assert shown["n"] == plain["n"] == 16
+    assert shown["loss"] != plain["loss"], "the demonstrations must reach the model"
+
+
+def test_tasks_are_listed_and_shown(capsys):
+    code, listed, _ = run(capsys, "tasks")
+    assert code == 0
+    assert {"sst-2", "trec", "copa", "squad", "reviews"} <= {task["name"] for task in listed}
+    code, shown, _ = run(capsys, "tasks", "show", "mnli")
+    assert shown["words"] == {"contradiction": "No", "entailment": "Yes", "neutral": "Maybe"}
+    assert {"name", "template", "words", "metric", "example"} <= set(shown)
+    assert "[MASK]" in shown["example"]
+
+
 def test_resume_extends_a_run_to_the_same_weights(tiny, tmp_path, capsys):
     whole = run(capsys, "train", *tiny, "--out", str(tmp_path / "a"), "--steps", "12")[1]
     run(capsys, "train", *tiny, "--out", str(tmp_path / "b"), "--steps", "7")

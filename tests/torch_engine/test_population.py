@@ -24,7 +24,9 @@ SPACES = {
     "lora-all": Space("lora", rank=2, alpha=8, targets=("all-linear",)),
     "pattern": Space("*layer*1*"),
     "head": Space("head"),
+    "tied": Space("*embed*"),  # the table that the decoder shares, alone: both its users must see one noise
 }
+PLAIN = ("full", "full-lowrank", "matrices-lowrank", "lora", "tied")
 PAIR = (Probe(((7, 0.02),)), Probe(((7, -0.02),)))
 MIXED = (Probe(), Probe(((7, 0.02), (9, -0.01))), Probe(((9, 0.03),)))
 
@@ -83,7 +85,7 @@ def test_tied_weights_are_one_tensor_seen_by_both_users():
     assert before.shape == (1, 6, 2)
 
 
-@pytest.mark.parametrize("space", [SPACES["full"], SPACES["lora"]], ids=["full", "lora"])
+@pytest.mark.parametrize("space", [SPACES[name] for name in PLAIN], ids=PLAIN)
 def test_padding_order_and_micro_batches_do_not_matter(model, space):
     engine, batch = engine_for(copy.deepcopy(model), space), make_batch(9)
     scores = engine.score(batch, PAIR)

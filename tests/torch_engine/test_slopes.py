@@ -44,6 +44,34 @@ def test_slopes_agree_with_autograd(make, space, kind):
     np.testing.assert_allclose([s.value for s in slopes], expected, rtol=0.01, atol=0.01 * scale)
 
 
+@pytest.mark.parametrize("make", [make_roberta, make_llama])
+def test_lora_slopes_agree_with_autograd(make):
+    pristine, batch, space = make(), make_batch(8), Space("lora", rank=4, alpha=8)
+    engine = TorchEngine(copy.deepcopy(pristine), space)
+    rng = np.random.default_rng(0)
+    engine.load_state({n: rng.normal(0, 0.1, v.shape).astype(np.float32) for n, v in engine.state().items()})
+    factors = {name: torch.tensor(value, requires_grad=True) for name, value in engine.state().items()}
+    weights = {}
+    for name, parameter in pristine.named_parameters():
+        down = name.replace(".weight", ".lora_A.weight")
+        if down in factors:
+            weights[name] = (
+                parameter.detach() + space.scaling * factors[down.replace("lora_A", "lora_B")] @ factors[down]
+            )
+
+    def adapted(**inputs):
+        return torch.func.functional_call(pristine, weights, (), inputs)
+
+    loss_of(adapted, batch).backward()
+    estimator = Spsa(seed=1, eps=1e-3, samples=8)
+    probes = estimator.ask(0)
+    slopes = estimator.tell(probes, cross_entropy(engine.score(batch, probes), batch))
+    grads = {name: tensor.grad.numpy().astype(np.float64) for name, tensor in factors.items()}
+    expected = [sum((grads[t.name] * z_of(t, "rademacher", s.seed)).sum() for t in engine.trained) for s in slopes]
+    scale = np.sqrt(np.mean(np.square(expected)))
+    np.testing.assert_allclose([s.value for s in slopes], expected, rtol=0.01, atol=0.01 * scale)
+
+
 def test_the_average_converges_to_the_gradient_as_it_should():
     """With d values and n directions, the cosine to the gradient is √(n/(n+d))."""
     pristine, batch = make_roberta(), make_batch(4, lengths=(4, 8))
