@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from mezzo import noise
+from mezzo import noise, starts
 from mezzo.config import RunConfig
 from mezzo.defaults import with_defaults
 from mezzo.engines import open_engine
@@ -81,12 +81,17 @@ def prepare(config: RunConfig, task: Task | None = None) -> Parts:
     model_config = load_config(config.model, config.remote_code)
     family = family_of(model_config)
     config = with_defaults(config, family)
+    longest = longest_input(model_config)
+    if config.space == "prefix" and longest is not None and config.prefix_tokens > longest:
+        raise ConfigError(
+            f"--prefix-tokens {config.prefix_tokens} is more than the {longest} tokens {config.model} can read"
+        )
     task = task or task_of(config, family)
     tokenizer = load_tokenizer(config.model, config.remote_code)
     encoder = Encoder(
         task,
         tokenizer,
-        max_length=_length(config, task, longest_input(model_config)),
+        max_length=_length(config, task, longest),
         demonstrations=splits_of(config, task).train if config.demonstrations else (),
         readout=cast(Any, config.readout),
         vocabulary=config.objective == "vocabulary_cross_entropy",
@@ -196,11 +201,31 @@ def space_of(config: RunConfig) -> Space:
         rank=config.rank,
         alpha=config.alpha,
         targets=config.targets,
+        tokens=config.prefix_tokens,
         only=config.only,
         layers=config.layers,
         noise_rank=config.noise_rank if config.noise == "lowrank" else 0,
         decay=config.decay,
     )
+
+
+PREFIX_TEXT = (
+    "It was late when the train came in. A few people stood on the platform with their bags, looking for a face they knew, "
+    "and an old man with a dog walked slowly up and down. The rain had stopped, the lamps were lit, and from the small "
+    "station house came the sound of a radio on which somebody was telling a story about the sea. Nobody listened to it. "
+    "When the doors opened, everyone began to talk at once: about the journey, the weather, the price of a cup of tea."
+)
+"""An ordinary text, whose keys and values a prefix starts from. The seed decides where in it."""
+
+
+def _prefix_ids(config: RunConfig) -> tuple[int, ...]:
+    """As many tokens of the text as the prefix is long."""
+    ids = load_tokenizer(config.model, config.remote_code)(PREFIX_TEXT, add_special_tokens=False)["input_ids"]
+    if not ids:
+        return ()
+    ids = ids * -(-2 * config.prefix_tokens // len(ids))
+    start = int(noise.order(config.seed, "prefix", len(ids) - config.prefix_tokens + 1)[0])
+    return tuple(ids[start : start + config.prefix_tokens])
 
 
 def engine_for(config: RunConfig, family: Family, classes: int, pad_id: int | None) -> Engine:
@@ -215,6 +240,7 @@ def engine_for(config: RunConfig, family: Family, classes: int, pad_id: int | No
         noise_kind="gaussian" if config.noise == "gaussian" else "rademacher",
         seed=config.seed,
         pad_id=pad_id or 0,
+        prefix_ids=_prefix_ids(config) if config.space == "prefix" else (),
         device=config.device,
         threads=config.threads,
         remote_code=config.remote_code,
@@ -232,6 +258,7 @@ def header_of(parts: Parts, engine: Engine, train: Sequence[Prompt]) -> dict[str
         "seed": config.seed,
         "samples": config.samples,
         "base": engine.base_digest,
+        **starts.kept(engine),
         "family": parts.family,
         "classes": parts.classes,
         "tensors": [

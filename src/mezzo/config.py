@@ -63,11 +63,12 @@ class RunConfig:
     eval_limit: int | None = option("task", None, "use at most this many dev and test examples")
 
     space: str | None = option(
-        "space", None, "what is trained: full, matrices, lora, head, a pattern [lora, or the bundled model's]"
+        "space", None, "what is trained: full, matrices, lora, prefix, head, a pattern [lora, or the bundled model's]"
     )
     rank: int = option("space", 8, "rank of LoRA")
     alpha: float = option("space", 16.0, "LoRA's scale; its product is multiplied by alpha/rank")
     targets: tuple[str, ...] = option("space", (), "linear layers LoRA attaches to, or all-linear [query and value]")
+    prefix_tokens: int = option("space", 5, "length of a prefix: trained keys and values per layer")
     only: tuple[str, ...] = option("space", (), "of the space, train only tensors that match these patterns")
     layers: str = option("space", "", "of the space, train only these layers, e.g. 4: for the upper ones")
     noise: str = option(
@@ -206,6 +207,7 @@ def _checked(config: RunConfig) -> RunConfig:
         "k",
         "max_length",
         "rank",
+        "prefix_tokens",
         "noise_rank",
         "steps",
         "batch_size",

@@ -14,7 +14,7 @@ from mezzo import assembly
 from mezzo.engines.base import Engine
 from mezzo.evaluation import Evaluation
 from mezzo.journal import Journal, read
-from mezzo.rebuild import bring_to
+from mezzo.rebuild import bring_to, check_base
 from mezzo.run import Folder, Run
 from mezzo.trainer import MeZOTrainer
 from mezzo.types import Example, StepRecord
@@ -166,6 +166,7 @@ class Session:
         parts = self.parts
         config = parts.config.replace(engine="torch", tp=1, url=())  # the same weights, whatever ran the model
         fresh = assembly.engine_for(config, parts.family, parts.classes, parts.tokenizer.pad_token_id)
+        check_base(fresh, content)
         bring_to(fresh, content, step)
         self.engine.load_state(fresh.state())
         fresh.close()

@@ -33,6 +33,7 @@ SIGNAL_OPTIONS = (
     "rank",
     "alpha",
     "targets",
+    "prefix_tokens",
     "only",
     "layers",
     "noise",

@@ -41,6 +41,8 @@ class EngineSpec:
     noise_kind: Kind = "rademacher"
     seed: int = 0
     pad_id: int = 0
+    prefix_ids: tuple[int, ...] = ()
+    """A text of as many tokens as a prefix has, whose activations it starts from."""
     device: str = "auto"
     threads: int | None = None
     remote_code: bool = False

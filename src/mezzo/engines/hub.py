@@ -62,6 +62,7 @@ def family_of(config: Any) -> Family:
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     )
 
+    refuse_pairs(config)
     for architecture in getattr(config, "architectures", None) or ():
         if "MaskedLM" in architecture:
             return "masked"
@@ -72,6 +73,15 @@ def family_of(config: Any) -> Family:
     if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return "causal"
     raise ModelError(f"models of type {config.model_type!r} are neither masked nor causal language models")
+
+
+def refuse_pairs(config: Any) -> None:
+    """An encoder with a decoder has two inputs and no one place to read label words at."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(
+            f"models of type {config.model_type!r} pair an encoder with a decoder; mezzo trains masked language models "
+            "(such as RoBERTa) and causal ones (such as Llama)"
+        )
 
 
 def longest_input(config: Any) -> int | None:

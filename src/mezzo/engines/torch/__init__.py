@@ -29,6 +29,7 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
         seed=spec.seed,
         pad_id=spec.pad_id,
         device=device,
+        prefix_ids=spec.prefix_ids,
     )
 
 

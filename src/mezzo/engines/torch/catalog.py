@@ -38,12 +38,16 @@ def catalogue(model: nn.Module, used: set[nn.Module]) -> list[TensorInfo]:
             continue
         kind = _kind(name, own_name, module, base)
         linear = kind == "matrix" and own_name == "weight"
-        depth = LAYER.search(name)
-        layer = int(depth[1]) if depth else -1
         found[name] = TensorInfo(
-            name, tuple(parameter.shape), kind, layer, linear, linear and isinstance(module, Conv1D)
+            name, tuple(parameter.shape), kind, layer_of(name), linear, linear and isinstance(module, Conv1D)
         )
     return list(found.values())
+
+
+def layer_of(name: str) -> int:
+    """The depth in the stack that a tensor's name tells; -1 outside it."""
+    depth = LAYER.search(name)
+    return int(depth[1]) if depth else -1
 
 
 def trunks(model: nn.Module) -> list[nn.Module]:

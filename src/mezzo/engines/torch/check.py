@@ -44,9 +44,9 @@ def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:
 
 
 def written_in(engine: TorchEngine, probe: Probe) -> dict[str, Tensor]:
-    """The model's parameters at a probe, as ordinary tensors, from NumPy's noise."""
+    """The trained tensors at a probe, LoRA's as the weights they make, from NumPy's noise."""
     moved = {t.name: _moved(engine, t, probe) for t in engine.trained}
-    values = {name: tensor for name, tensor in moved.items() if "lora_" not in name}
+    values = {t.name: moved[t.name] for t in engine.trained if t.kind not in ("lora_A", "lora_B")}
     parameters = dict(engine.model.named_parameters())
     for name, parameter in parameters.items():
         if (delta := engine.lora_delta(name, moved)) is not None:
@@ -69,11 +69,16 @@ def _moved(engine: TorchEngine, trained: Trained, probe: Probe) -> Tensor:
 @torch.no_grad()
 def _plain_scores(engine: TorchEngine, batch: Batch, probe: Probe) -> Scores:
     values = written_in(engine, probe)
+    before = {t.name: values.pop(t.name) for t in engine.trained if t.kind == "prefix"}
     width = engine.width(batch)
     out = np.full((1, len(batch), width), -np.inf, dtype=np.float32)
     for rows in pack(batch, engine.unit, engine.pad_id):
         inputs = engine.inputs(rows, 1)
-        logits = torch.func.functional_call(engine.model, values, (), inputs, tie_weights=True).logits.float()
+        engine.stated.update(before)
+        try:
+            logits = torch.func.functional_call(engine.model, values, (), inputs, tie_weights=True).logits.float()
+        finally:
+            engine.stated.clear()
         if rows.positions is not None:
             logits = picked(logits, rows.positions.to(logits.device))
             if batch.readout.kind == "words" and not batch.readout.vocabulary:

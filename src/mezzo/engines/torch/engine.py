@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,14 @@ from torch import Tensor, nn
 
 from mezzo import noise
 from mezzo.engines.base import Unit
-from mezzo.engines.torch import catalog, layers
+from mezzo.engines.hub import refuse_pairs
+from mezzo.engines.torch import catalog, layers, prefix
 from mezzo.engines.torch.inputs import Rows, by_length, pack, padded, picked
 from mezzo.engines.torch.noise import NoiseSource
 from mezzo.engines.torch.population import Population
 from mezzo.engines.torch.shared import score_candidates
-from mezzo.errors import JournalError, ModelError, RunFailed
-from mezzo.space import Space, lora_names, select
+from mezzo.errors import ConfigError, JournalError, ModelError, RunFailed
+from mezzo.space import Space, lora_names, prefix_names, select
 from mezzo.types import Batch, Probe, Scores, TensorInfo, Trained, Update
 
 
@@ -36,7 +38,9 @@ class TorchEngine:
         seed: int = 0,
         pad_id: int = 0,
         device: str | torch.device = "cpu",
+        prefix_ids: Sequence[int] = (),
     ) -> None:
+        refuse_pairs(model.config)
         self.device = torch.device(device)
         self.model = model.to(self.device).eval().requires_grad_(False)
         self.unit = unit or Unit(rows=64)
@@ -46,11 +50,14 @@ class TorchEngine:
         self.share_prompts = True  # candidates of one prompt continue its keys and values
         self.base_digest = catalog.digest_of(self.model.named_parameters())
         self.catalogue: list[TensorInfo] = catalog.catalogue(model, catalog.used_modules(model, self._tiny_inputs()))
+        self.stated: dict[str, Tensor] = {}  # a prefix that stands in for the trained one, while the check looks
+        self._prefixes = self._prefix_starts(prefix_ids, seed) if space.kind == "prefix" else {}
         self.trained: tuple[Trained, ...] = select(space, self.catalogue)
         self.transposed = {t.name for t in self.catalogue if t.transposed}
-        self.population = Population(self._tensors(seed), NoiseSource(noise_kind, self.device), self._frozen_lora(seed))
+        self.population = Population(self._tensors(seed), NoiseSource(noise_kind, self.device), self._partners(seed))
         self._adopt()
         layers.attach(self.model, self.population, space.scaling)
+        prefix.attach(self.model, self.population, self.stated.get)
         for trunk in catalog.trunks(self.model):
             trunk.register_forward_hook(self._keep_readout_positions)
 
@@ -154,6 +161,8 @@ class TorchEngine:
     @torch.no_grad()
     def merged(self) -> nn.Module:
         """A plain copy of the model with what was trained in its weights: what `save_pretrained` should write."""
+        if self.space.kind == "prefix":
+            raise ConfigError("a prefix is not part of a model's weights: export the adapter instead")
         twin = copy.deepcopy(self.model)
         for module in twin.modules():
             module.__dict__.pop("forward", None)
@@ -184,16 +193,28 @@ class TorchEngine:
         parameters = dict(self.model.named_parameters())
         return [(t, parameters[t.name] if t.name in parameters else self._fresh(t, seed)) for t in self.trained]
 
-    def _frozen_lora(self, seed: int) -> dict[str, Tensor]:
-        """The other factor of a LoRA pair of which only one is trained."""
+    def _partners(self, seed: int) -> dict[str, Tensor]:
+        """The other one of a pair of which only one is trained: LoRA's factors, a prefix's keys and values."""
         names = {t.name for t in self.trained}
-        if self.space.kind != "lora":
+        if self.space.kind not in ("lora", "prefix"):
             return {}
-        every = select(Space("lora", self.space.rank, self.space.alpha, self.space.targets), self.catalogue)
+        every = select(replace(self.space, only=(), layers=""), self.catalogue)
         return {t.name: self._fresh(t, seed) for t in every if t.name not in names and _partner(t.name) in names}
+
+    def _prefix_starts(self, ids: Sequence[int], seed: int) -> dict[str, Tensor]:
+        """What a text gives at each attention module; without a text, some tokens of the vocabulary."""
+        size: int = self.model.config.vocab_size  # type: ignore[assignment, union-attr]
+        text = list(ids) or [int(n) for n in noise.order(seed, "prefix", size)[: self.space.tokens]]
+        found = prefix.activations(self.model, torch.tensor([text], device=self.device))
+        self.catalogue += prefix.catalogue(found)
+        return {
+            name: value for path, pair in found.items() for name, value in zip(prefix_names(path), pair, strict=True)
+        }
 
     def _fresh(self, trained: Trained, seed: int) -> Tensor:
         """LoRA's start: A uniform as a linear layer's weight, B zero, so that the model is unchanged at first."""
+        if trained.kind == "prefix":
+            return self._prefixes[trained.name]
         if trained.kind != "lora_A":
             return torch.zeros(trained.shape, device=self.device)
         count, bound = int(np.prod(trained.shape)), trained.shape[1] ** -0.5
@@ -254,5 +275,8 @@ def _is_causal(model: nn.Module) -> bool:
 
 
 def _partner(name: str) -> str:
-    a, b = lora_names(name.replace(".lora_A.weight", ".weight").replace(".lora_B.weight", ".weight"))
+    if name.endswith((".prefix_key", ".prefix_value")):
+        a, b = prefix_names(name.rsplit(".", 1)[0])
+    else:
+        a, b = lora_names(name.replace(".lora_A.weight", ".weight").replace(".lora_B.weight", ".weight"))
     return b if name == a else a
