@@ -124,7 +124,7 @@ def open_journal(path: str | Path) -> Content:
     return import_compact(path) if compact else read(path)
 
 
-MACHINE = ("model", "engine", "device", "threads", "micro_batch", "tp", "url", "remote_code")
+MACHINE = ("model", "engine", "device", "threads", "micro_batch", "cache_mb", "tp", "url", "remote_code")
 """What may differ when a journal's weights are rebuilt: where the base model lies and what computes."""
 ASKED = (
     "task",

@@ -240,6 +240,7 @@ def engine_for(config: RunConfig, family: Family, classes: int, pad_id: int | No
         noise_kind="gaussian" if config.noise == "gaussian" else "rademacher",
         seed=config.seed,
         pad_id=pad_id or 0,
+        cache_mb=config.cache_mb,
         prefix_ids=_prefix_ids(config) if config.space == "prefix" else (),
         device=config.device,
         threads=config.threads,

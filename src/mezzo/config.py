@@ -33,6 +33,11 @@ class RunConfig:
     micro_batch: int | None = option(
         "model", None, "examples in one forward; less needs less memory [8 on a CPU, else the whole batch]"
     )
+    cache_mb: float = option(
+        "model",
+        256.0,
+        "memory to keep what frozen lower layers make of each example, with --layers or a head; 0 keeps nothing",
+    )
     threads: int | None = option("model", None, "CPU threads [all cores, or OMP_NUM_THREADS]")
     tp: int = option("model", 1, "ranks that SGLang splits the model over (tensor parallelism)")
     url: tuple[str, ...] = option(
@@ -224,7 +229,7 @@ def _checked(config: RunConfig) -> RunConfig:
         value = getattr(config, name)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{name} must be positive, not {value}")
-    for name in ("lr", "weight_decay", "clip", "warmup", "patience", "demonstrations", "snapshot_minutes"):
+    for name in ("lr", "weight_decay", "clip", "warmup", "patience", "demonstrations", "snapshot_minutes", "cache_mb"):
         value = getattr(config, name)
         if value is not None and not 0 <= value < float("inf"):
             raise ConfigError(f"{name} must not be negative, not {value}")

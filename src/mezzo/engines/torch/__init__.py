@@ -30,6 +30,7 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
         pad_id=spec.pad_id,
         device=device,
         prefix_ids=spec.prefix_ids,
+        cache_mb=spec.cache_mb,
     )
 
 

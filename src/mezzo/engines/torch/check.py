@@ -92,7 +92,9 @@ def _first_difference(engine: TorchEngine, batch: Batch, probe: Probe) -> str:
     with _outputs(engine.model) as plain:
         _plain_scores(engine, batch, probe)
     with _outputs(engine.model) as ours:
+        kept, engine.trunk = engine.trunk, None  # every leaf must run to be compared
         engine.score(batch, [probe])
+        engine.trunk = kept
     for (name, a), (other, b) in zip(plain, ours, strict=False):
         if name != other or a.shape != b.shape or (a - b).abs().max() > 1e-4 * max(1.0, float(a.abs().max())):
             return other

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from mezzo import noise
 from mezzo.engines.base import Unit
 from mezzo.engines.hub import refuse_pairs
-from mezzo.engines.torch import catalog, layers, prefix
+from mezzo.engines.torch import catalog, layers, prefix, trunk
 from mezzo.engines.torch.inputs import Rows, by_length, pack, padded, picked
 from mezzo.engines.torch.noise import NoiseSource
 from mezzo.engines.torch.population import Population
@@ -39,6 +40,7 @@ class TorchEngine:
         pad_id: int = 0,
         device: str | torch.device = "cpu",
         prefix_ids: Sequence[int] = (),
+        cache_mb: float = 0,
     ) -> None:
         refuse_pairs(model.config)
         self.device = torch.device(device)
@@ -57,9 +59,10 @@ class TorchEngine:
         self.population = Population(self._tensors(seed), NoiseSource(noise_kind, self.device), self._partners(seed))
         self._adopt()
         layers.attach(self.model, self.population, space.scaling)
+        self.trunk = trunk.find(model, self._moving(), self._tiny_inputs(), int(cache_mb * trunk.MIB))
         prefix.attach(self.model, self.population, self.stated.get)
-        for trunk in catalog.trunks(self.model):
-            trunk.register_forward_hook(self._keep_readout_positions)
+        for body in catalog.trunks(self.model):
+            body.register_forward_hook(self._keep_readout_positions)
 
     # ---- the contract
 
@@ -153,10 +156,13 @@ class TorchEngine:
             "threads": torch.get_num_threads(),
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "trained_parameters": sum(int(np.prod(t.shape)) for t in self.trained),
+            **({"trunk": self.trunk.describe()} if self.trunk else {}),
         }
 
     def close(self) -> None:
         self.population.source.forget()
+        if self.trunk:
+            self.trunk.forget()
 
     @torch.no_grad()
     def merged(self) -> nn.Module:
@@ -239,7 +245,8 @@ class TorchEngine:
         population.gather = rows.positions.to(self.device).repeat(members, 1) if rows.positions is not None else None
         only_words = batch.readout.kind == "words" and not batch.readout.vocabulary
         population.words = torch.tensor(batch.readout.words, device=self.device) if only_words else None
-        logits = self.model(**self.inputs(rows, members)).logits
+        with self.trunk.standing_in(rows, members, self._alone) if self.trunk else nullcontext():
+            logits = self.model(**self.inputs(rows, members)).logits
         if population.gather is not None:  # no trunk of this model could be trimmed to the readout
             logits = picked(logits, population.gather)
         return rows.read(logits.float(), batch.readout, members)
@@ -252,15 +259,33 @@ class TorchEngine:
         return len(batch.readout.words) or batch.readout.classes
 
     def inputs(self, rows: Rows, members: int) -> dict[str, Any]:
-        inputs = {"input_ids": rows.ids}
-        if rows.padded and not (self.causal and rows.positions is not None):
-            # Behind a causal mask nothing before the readout sees the padding on its right.
-            inputs["attention_mask"] = rows.mask
+        # Behind a causal mask nothing before the readout sees the padding on its right.
+        unseen = not rows.padded or (self.causal and rows.positions is not None)
+        return self._inputs(rows.ids, rows.segments, None if unseen else rows.mask, members)
+
+    def _inputs(self, ids: Tensor, segments: Tensor | None, mask: Tensor | None, members: int) -> dict[str, Any]:
+        inputs = {"input_ids": ids}
+        if mask is not None:
+            inputs["attention_mask"] = mask
         types = getattr(self.model.config, "type_vocab_size", 0)
-        if rows.segments is not None and types > 1:
-            inputs["token_type_ids"] = rows.segments.clamp(max=types - 1)
+        if segments is not None and types > 1:
+            inputs["token_type_ids"] = segments.clamp(max=types - 1)
         found = {key: value.to(self.device, non_blocking=True).repeat(members, 1) for key, value in inputs.items()}
         return {**found, "use_cache": False} if self.causal else found
+
+    def _alone(self, ids: Tensor, segments: Tensor | None) -> dict[str, Any]:
+        """One example without padding."""
+        return self._inputs(ids, segments, None, 1)
+
+    def _moving(self) -> set[nn.Module]:
+        """The modules whose outcome training changes: owners of trained tensors, tied ones included, and LoRA's targets."""
+        names = catalog.canonical_names(self.model)
+        trained = self.population.trained
+        found = {module for _, module, _, parameter in catalog.owners(self.model) if names[id(parameter)] in trained}
+        for path, module in self.model.named_modules():
+            if any(name in trained for name in (*lora_names(f"{path}.weight"), *prefix_names(path))):
+                found.add(module)
+        return found
 
     def _keep_readout_positions(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The LM head runs on the hidden states that are read, not on whole sequences."""
