@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +16,7 @@ from mezzo.defaults import with_defaults
 from mezzo.engines import open_engine
 from mezzo.engines.base import Engine, EngineSpec
 from mezzo.engines.hub import Family, family_of, load_config, load_tokenizer, longest_input
-from mezzo.errors import ConfigError, DataError, JournalError
+from mezzo.errors import ConfigError, DataError, JournalError, ModelError
 from mezzo.evaluation import Evaluation, evaluate, evaluate_texts
 from mezzo.files import write_atomically
 from mezzo.space import Space
@@ -47,6 +47,8 @@ class Parts:
     task: Task
     encoder: Encoder
     tokenizer: Any
+    vocabulary: int | None = None
+    """How many tokens the model knows."""
 
     @property
     def classes(self) -> int:
@@ -69,7 +71,18 @@ class Parts:
 
     def encode(self, examples: Sequence[Example], draw: int = 0) -> tuple[Prompt, ...]:
         """Prompts; `draw` numbers the sampling of demonstrations."""
-        return self.encoder.batch(examples, draw).prompts if examples else ()
+        prompts = self.encoder.batch(examples, draw).prompts if examples else ()
+        self.refuse_foreign(token for p in prompts for ids in (p.ids, *p.candidates) for token in ids)
+        return prompts
+
+    def refuse_foreign(self, tokens: Iterable[int]) -> None:
+        """A token that the model has no row for would be read from anywhere, or not at all."""
+        largest = max(tokens, default=0)
+        if self.vocabulary is not None and largest >= self.vocabulary:
+            raise ModelError(
+                f"the tokenizer of {self.config.model} makes token {largest}, and the model knows {self.vocabulary}: "
+                "they do not belong together"
+            )
 
 
 def prepare(config: RunConfig, task: Task | None = None) -> Parts:
@@ -101,7 +114,10 @@ def prepare(config: RunConfig, task: Task | None = None) -> Parts:
         raise ConfigError(
             f"vocabulary_cross_entropy reads label words; this task's readout is {encoder.readout.kind!r}"
         )
-    return Parts(config, family, task, encoder, tokenizer)
+    size = getattr(model_config, "vocab_size", None)
+    parts = Parts(config, family, task, encoder, tokenizer, size if isinstance(size, int) else None)
+    parts.refuse_foreign((*encoder.readout.words, tokenizer.pad_token_id or 0))
+    return parts
 
 
 def _length(config: RunConfig, task: Task, longest: int | None) -> int | None:

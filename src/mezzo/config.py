@@ -140,7 +140,7 @@ def from_toml(path: Path) -> dict[str, Any]:
         return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
 
@@ -153,7 +153,7 @@ def convert(name: str, value: Any) -> Any:
     wanted = next(arm for arm in arms if arm is not type(None))
     try:
         return _convert(value, wanted)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         word = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(
             wanted, "a list of words"
         )
@@ -225,6 +225,10 @@ def _checked(config: RunConfig) -> RunConfig:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, not {value}")
+    for name, most in MOST.items():
+        value = getattr(config, name)
+        if value is not None and value > most:
+            raise ConfigError(f"{name} must be at most {most}, not {value}")
     for name in ("eps", "time_limit", "alpha"):
         value = getattr(config, name)
         if value is not None and not 0 < value < float("inf"):
@@ -245,6 +249,9 @@ def _checked(config: RunConfig) -> RunConfig:
             raise ConfigError(f"{name} is one of {', '.join(choices)}, not {value!r}{nearest(value, choices)}")
     return config
 
+
+MOST = {"samples": 4096, "threads": 1024, "tp": 1024, "demonstrations": 1024, "max_new_tokens": 65536}
+"""Where a slip, or a stranger's configuration, would exhaust the machine. Ranks and lengths are held to the model's own."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "engine": ("torch", "sglang"),

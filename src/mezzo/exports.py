@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,11 +73,12 @@ def export_model(engine: Any, parts: Any, out: Path) -> None:
     """The whole model with the trained tensors in place, and its tokenizer. Complete or absent."""
     _refuse_used(out)
     _make(out.parent)
-    staging = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(staging, ignore_errors=True)
+    merged = engine.merged()
     with explained(out):
+        staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))  # nobody can have left a link there
+        staging.chmod(0o755)
         try:
-            engine.merged().save_pretrained(staging)
+            merged.save_pretrained(staging)
             parts.tokenizer.save_pretrained(staging)
             staging.replace(out)  # an empty folder may be replaced, and _refuse_used has seen that it is one
         finally:
@@ -90,7 +92,7 @@ def _whole_pairs(engine: Any) -> dict[str, Any]:
 
 def _refuse_used(out: Path) -> None:
     """Never write over what is there: it may be a run, or the base model."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ConfigError(f"{out} exists already; choose another --out, or remove it first")
 
 

@@ -22,7 +22,9 @@ def check_base(engine: Engine, content: Content) -> None:
             f"{engine.base_digest[:12]}…: the base model has changed"
         )
     named = [(t.name, list(t.shape)) for t in engine.trained]
-    if named != [(t["name"], t["shape"]) for t in content.header.get("tensors", [])]:
+    listed = content.header.get("tensors")
+    rows = [row for row in listed if isinstance(row, dict)] if isinstance(listed, list) else []
+    if named != [(row.get("name"), row.get("shape")) for row in rows]:
         raise JournalError(f"{content.path} trains other tensors than this configuration selects")
     taken_up(engine, content.header, content.path)
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mezzo.errors import ConfigError, JournalError, RunFailed
-from mezzo.files import explained, finite, write_all, write_atomically
+from mezzo.files import explained, finite, refuse_links, write_all, write_atomically
 from mezzo.journal import NAME as JOURNAL
 from mezzo.snapshots import Snapshots
 
 METRICS = "metrics.jsonl"
 CONFIG = "config.json"
+FILES = (JOURNAL, METRICS, CONFIG, "snapshots")
+LONGEST_NAME = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ class Folder:
         path = Path(out) if out else _free(Path("runs"), stem)
         with explained(path):
             path.mkdir(parents=True, exist_ok=True)
+            refuse_links(path, FILES)
             if (path / JOURNAL).is_file():
                 if (path / JOURNAL).stat().st_size:
                     raise JournalError(
@@ -102,6 +106,7 @@ class Folder:
         path = Path(path).parent if Path(path).name == JOURNAL else Path(path)
         if not (path / JOURNAL).is_file():
             raise JournalError(f"{path} is not a run folder: it has no {JOURNAL}")
+        refuse_links(path, FILES)
         return cls(path)
 
     def write_config(self, config: dict[str, Any]) -> None:
@@ -111,7 +116,7 @@ class Folder:
         """What config.json says; nothing when it is missing or broken, for the journal's header has it too."""
         try:
             found = json.loads((self.path / CONFIG).read_bytes())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 
@@ -133,7 +138,7 @@ class Folder:
         with explained(path):
             lines = path.read_bytes().splitlines()
         for line in lines:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 found.append(json.loads(line))
         return [entry for entry in found if isinstance(entry, dict)]
 
@@ -153,10 +158,12 @@ class Folder:
 def _position(entry: dict[str, Any]) -> int:
     """The journal position that an entry speaks of: a step's entry is about the state after it."""
     step = entry.get("step", 0)
-    return (int(step) + 1 if entry.get("event") == "step" else int(step)) if isinstance(step, (int, float)) else 0
+    return (step + 1 if entry.get("event") == "step" else step) if isinstance(step, int) else 0
 
 
 def _free(parent: Path, stem: str) -> Path:
+    """A folder of that name beside the others: a task's name is somebody's text, and may hold anything."""
+    stem = re.sub(r"[^\w.-]+", "-", stem).strip(".-")[-LONGEST_NAME:] or "run"
     number = 1
     while (parent / f"{stem}-{number}").exists():
         number += 1

@@ -127,7 +127,11 @@ class Session:
             self.warn(
                 f"{skipped} of {steps} steps had no finite loss and were skipped: a smaller --lr or --eps may help"
             )
-        earlier = [float(e["seconds"]) for e in self.earlier if e.get("event") == "result" and "seconds" in e]
+        earlier = [
+            e["seconds"]
+            for e in self.earlier
+            if e.get("event") == "result" and isinstance(e.get("seconds"), (int, float))
+        ]
         run = Run(
             out=str(self.folder.path),
             steps=steps,

@@ -95,13 +95,13 @@ def longest_input(config: Any) -> int | None:
 
 def fetched(name: str, load: Callable[..., Any]) -> Any:
     """What `load(path, local_files_only=…)` makes of the model's folder or hub name; failures in one line."""
-    from safetensors import SafetensorError
-
     path = locate(name)
     local = os.path.isdir(path)
     try:
         return load(path, local_files_only=local or not _hub_answers())
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+    except ModelError:
+        raise
+    except Exception as error:  # broken files make the loaders raise anything
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if local:
             raise ModelError(f"{name} cannot be loaded: {first}") from None

@@ -9,6 +9,7 @@ from torch import nn
 
 from mezzo import noise
 from mezzo.engines.hub import Family, fetched
+from mezzo.engines.torch.claims import weighed
 from mezzo.errors import ConfigError, ModelError
 
 
@@ -38,7 +39,7 @@ def load_model(
         model, report = fetched(
             name,
             lambda path, **how: auto.from_pretrained(
-                path,
+                weighed(path, auto, name, remote_code),
                 dtype=dtype,
                 output_loading_info=True,
                 use_safetensors=True,
