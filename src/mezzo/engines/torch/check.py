@@ -28,9 +28,12 @@ def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:
     few, probes = first_look(batch, eps)
     try:
         ours = engine.score(few, probes)
-    except (RuntimeError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (ModelError, RuntimeError, IndexError, TypeError, ValueError, AttributeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"{type(engine.model).__name__} cannot be perturbed in one forward: {reason}") from None
+        raise ModelError(
+            f"{type(engine.model).__name__} cannot be trained in --space {engine.space.kind}: its modules do not take several "
+            f"sets of weights in one forward ({reason}); {_way_out(engine)}"
+        ) from None
     plain = np.stack([_plain_scores(engine, few, probe) for probe in probes])
     base = engine.score(few, [Probe()])
     refuse_dead(engine.trained, ours, base)
@@ -41,6 +44,15 @@ def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:
             f"{type(engine.model).__name__} cannot be trained here: perturbed scores differ from an ordinary forward by "
             f"{distance(ours, plain):.2g}, first in {_first_difference(engine, few, probes[0])}"
         )
+
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def _way_out(engine: TorchEngine) -> str:
+    if any(getattr(engine.model.config, name, None) for name in EXPERTS):
+        return "experts cannot be trained: use --space lora, matrices, prefix or head, which leave them as they are"
+    return "use --space head, or another model"
 
 
 def written_in(engine: TorchEngine, probe: Probe) -> dict[str, Tensor]:

@@ -132,8 +132,15 @@ def _route(model: nn.Module) -> None:
         return
     if worker not in WORKERS:
         raise ModelError(f"a prefix needs eager or sdpa attention; this model is set to {worker!r}")
+    import transformers
+
     _register(worker)
-    model.set_attn_implementation(ROUTED + worker)  # type: ignore[operator]
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # a model that cannot is refused below, in our own words
+    try:
+        model.set_attn_implementation(ROUTED + worker)  # type: ignore[operator]
+    finally:
+        transformers.logging.set_verbosity(verbosity)
 
 
 def _register(worker: str) -> None:
