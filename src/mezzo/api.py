@@ -322,7 +322,8 @@ def _predicted(engine: Engine, parts: assembly.Parts, examples: list[Example]) -
 def _opened(run: str | Path | None, at: int | None, options: dict[str, Any]) -> tuple[Engine, assembly.Parts]:
     if run is not None:
         return rebuilt(run, at, **options)
-    parts = assembly.prepare(resolve({"space": "full", **options}))
+    space = "lora" if options.get("quantize") else "full"
+    parts = assembly.prepare(resolve({"space": space, **options}))
     engine = assembly.engine_for(parts.config, parts.family, parts.classes, parts.tokenizer.pad_token_id)
     return engine, parts
 

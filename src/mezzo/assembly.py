@@ -94,6 +94,10 @@ def prepare(config: RunConfig, task: Task | None = None) -> Parts:
     model_config = load_config(config.model, config.remote_code)
     family = family_of(model_config)
     config = with_defaults(config, family)
+    if config.quantize and config.space not in ("lora", "prefix"):
+        raise ConfigError(
+            f"a quantised base stays as it is: --quantize goes with --space lora or prefix, not {config.space!r}"
+        )
     longest = longest_input(model_config)
     if config.space == "prefix" and longest is not None and config.prefix_tokens > longest:
         raise ConfigError(
@@ -261,6 +265,7 @@ def engine_for(config: RunConfig, family: Family, classes: int, pad_id: int | No
         device=config.device,
         threads=config.threads,
         remote_code=config.remote_code,
+        quantize=config.quantize,
         tp=config.tp,
         urls=config.url,
     )

@@ -30,6 +30,9 @@ class RunConfig:
     engine: str = option("model", "torch", "what runs the model: torch, sglang")
     device: str = option("model", "auto", "cpu, cuda, or auto: a GPU if there is one")
     dtype: str = option("model", "float32", "type of the weights: float32")
+    quantize: str | None = option(
+        "model", None, "keep the frozen base in 8bit or 4bit, by bitsandbytes; with --space lora or prefix"
+    )
     micro_batch: int | None = option(
         "model", None, "examples in one forward; less needs less memory [8 on a CPU, else the whole batch]"
     )
@@ -243,6 +246,8 @@ def _checked(config: RunConfig) -> RunConfig:
             raise ConfigError(f"{name} must lie between 0 and 2^63, not {value}")
     if config.engine != "sglang" and (config.url or config.tp != 1):
         raise ConfigError("--url and --tp belong to SGLang: add --engine sglang")
+    if config.engine != "torch" and config.quantize:
+        raise ConfigError("--quantize belongs to the torch engine; a server loads its model as it was told to")
     for name, choices in CHOICES.items():
         value = getattr(config, name)
         if value is not None and value not in choices:
@@ -255,6 +260,7 @@ MOST = {"samples": 4096, "threads": 1024, "tp": 1024, "demonstrations": 1024, "m
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "engine": ("torch", "sglang"),
+    "quantize": ("8bit", "4bit"),
     "dtype": ("float32",),
     "readout": ("auto", "words", "head", "candidates"),
     "noise": ("rademacher", "gaussian", "lowrank"),

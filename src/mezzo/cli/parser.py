@@ -18,7 +18,19 @@ GROUPS = {
     "method": "method",
     "run": "run",
 }
-MODEL_OPTIONS = ("model", "engine", "device", "dtype", "micro_batch", "cache_mb", "threads", "tp", "url", "remote_code")
+MODEL_OPTIONS = (
+    "model",
+    "engine",
+    "device",
+    "dtype",
+    "quantize",
+    "micro_batch",
+    "cache_mb",
+    "threads",
+    "tp",
+    "url",
+    "remote_code",
+)
 TASK_OPTIONS = ("task", "id_order", "encoding", "template", "words", "max_length", "readout")
 
 

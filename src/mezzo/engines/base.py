@@ -48,6 +48,8 @@ class EngineSpec:
     device: str = "auto"
     threads: int | None = None
     remote_code: bool = False
+    quantize: str | None = None
+    """Keep the frozen base in `8bit` or `4bit`."""
     tp: int = 1
     urls: tuple[str, ...] = ()
 

@@ -52,7 +52,12 @@ def load_config(name: str, remote_code: bool = False) -> Any:
 def load_tokenizer(name: str, remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
-    return fetched(name, lambda path, **how: AutoTokenizer.from_pretrained(path, trust_remote_code=remote_code, **how))
+    def tried(path: str, **how: Any) -> Any:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=remote_code, **how)
+        tokenizer.decode(tokenizer("A text.")["input_ids"])  # broken settings show only when it is used
+        return tokenizer
+
+    return fetched(name, tried)
 
 
 def family_of(config: Any) -> Family:

@@ -12,12 +12,17 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
     """The model of `spec` with its trained tensors at the base."""
     import torch
 
+    from mezzo.engines.hub import locate
+    from mezzo.engines.torch import quantized
     from mezzo.engines.torch.load import device_of, load_model
 
     device = device_of(spec.device)
     if spec.threads:
         torch.set_num_threads(spec.threads)
-    model = load_model(spec.model, spec.family, classes=spec.classes, seed=spec.seed, remote_code=spec.remote_code)
+    how = quantized.settings(spec.quantize, device) if spec.quantize else None
+    model = load_model(
+        spec.model, spec.family, classes=spec.classes, seed=spec.seed, remote_code=spec.remote_code, quantize=how
+    )
     config: Any = model.config
     if spec.classes and config.pad_token_id is None:
         config.pad_token_id = spec.pad_id  # a causal model's head looks for the last token that is not padding
@@ -31,6 +36,7 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
         device=device,
         prefix_ids=spec.prefix_ids,
         cache_mb=spec.cache_mb,
+        base_digest=quantized.checkpoint_digest(locate(spec.model), spec.quantize) if spec.quantize else "",
     )
 
 

@@ -34,7 +34,12 @@ def catalogue(model: nn.Module, used: set[nn.Module]) -> list[TensorInfo]:
     found: dict[str, TensorInfo] = {}
     for _, module, own_name, parameter in owners(model):
         name = names[id(parameter)]
-        if name in found or module not in used or not parameter.dtype.is_floating_point:
+        if name in found or module not in used:
+            continue
+        if not parameter.is_floating_point():
+            if isinstance(module, nn.Linear):  # packed: LoRA can still attach to it
+                shape = (module.out_features, module.in_features)
+                found[name] = TensorInfo(name, shape, "matrix", layer_of(name), linear=True)
             continue
         kind = _kind(name, own_name, module, base)
         linear = kind == "matrix" and own_name == "weight"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mezzo import noise
 from mezzo.engines.liveness import distance, first_look, refuse_dead
 from mezzo.engines.torch.inputs import pack, picked
+from mezzo.engines.torch.quantized import lora_beside
 from mezzo.errors import ModelError
 from mezzo.types import Batch, Probe, Scores, Trained
 
@@ -59,11 +60,20 @@ def written_in(engine: TorchEngine, probe: Probe) -> dict[str, Tensor]:
     """The trained tensors at a probe, LoRA's as the weights they make, from NumPy's noise."""
     moved = {t.name: _moved(engine, t, probe) for t in engine.trained}
     values = {t.name: moved[t.name] for t in engine.trained if t.kind not in ("lora_A", "lora_B")}
-    parameters = dict(engine.model.named_parameters())
-    for name, parameter in parameters.items():
-        if (delta := engine.lora_delta(name, moved)) is not None:
-            values[name] = parameter + delta
+    if not engine.quantized:
+        for name, parameter in engine.model.named_parameters():
+            if (delta := engine.lora_delta(name, moved)) is not None:
+                values[name] = parameter + delta
     return values
+
+
+def _beside(engine: TorchEngine, probe: Probe) -> dict[str, tuple[Tensor, Tensor]]:
+    """LoRA's factors at a probe by module, where the weights they belong to cannot be written."""
+    if not engine.quantized or engine.space.kind != "lora":
+        return {}
+    moved = {t.name: _moved(engine, t, probe) for t in engine.trained} | engine.population.frozen
+    paths = dict.fromkeys(name.split(".lora_")[0] for name in moved)
+    return {path: (moved[f"{path}.lora_A.weight"], moved[f"{path}.lora_B.weight"]) for path in paths}
 
 
 def _moved(engine: TorchEngine, trained: Trained, probe: Probe) -> Tensor:
@@ -82,13 +92,15 @@ def _moved(engine: TorchEngine, trained: Trained, probe: Probe) -> Tensor:
 def _plain_scores(engine: TorchEngine, batch: Batch, probe: Probe) -> Scores:
     values = written_in(engine, probe)
     before = {t.name: values.pop(t.name) for t in engine.trained if t.kind == "prefix"}
+    beside = _beside(engine, probe)
     width = engine.width(batch)
     out = np.full((1, len(batch), width), -np.inf, dtype=np.float32)
     for rows in pack(batch, engine.unit, engine.pad_id):
         inputs = engine.inputs(rows, 1)
         engine.stated.update(before)
         try:
-            logits = torch.func.functional_call(engine.model, values, (), inputs, tie_weights=True).logits.float()
+            with lora_beside(engine.model, beside, engine.space.scaling):
+                logits = torch.func.functional_call(engine.model, values, (), inputs, tie_weights=True).logits.float()
         finally:
             engine.stated.clear()
         if rows.positions is not None:

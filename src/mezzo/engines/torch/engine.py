@@ -20,8 +20,9 @@ from mezzo.engines.torch import catalog, layers, prefix, trunk
 from mezzo.engines.torch.inputs import Rows, by_length, pack, padded, picked
 from mezzo.engines.torch.noise import NoiseSource
 from mezzo.engines.torch.population import Population
+from mezzo.engines.torch.quantized import is_quantized
 from mezzo.engines.torch.shared import score_candidates
-from mezzo.errors import ConfigError, JournalError, ModelError, RunFailed
+from mezzo.errors import ConfigError, JournalError, ModelError, RunFailed, SpaceError
 from mezzo.space import Space, lora_names, prefix_names, select
 from mezzo.types import Batch, Probe, Scores, TensorInfo, Trained, Update
 
@@ -41,16 +42,20 @@ class TorchEngine:
         device: str | torch.device = "cpu",
         prefix_ids: Sequence[int] = (),
         cache_mb: float = 0,
+        base_digest: str = "",
     ) -> None:
         refuse_pairs(model.config)
         self.device = torch.device(device)
-        self.model = model.to(self.device).eval().requires_grad_(False)
+        self.quantized = is_quantized(model)
+        if self.quantized and space.kind not in ("lora", "prefix"):
+            raise SpaceError(f"a quantised base stays as it is: --space lora or prefix, not {space.kind!r}")
+        self.model = (model if self.quantized else model.to(self.device)).eval().requires_grad_(False)
         self.unit = unit or Unit(rows=64)
         self.space = space
         self.pad_id = pad_id
         self.causal = _is_causal(model)
         self.share_prompts = True  # candidates of one prompt continue its keys and values
-        self.base_digest = catalog.digest_of(self.model.named_parameters())
+        self.base_digest = base_digest or catalog.digest_of(self.model.named_parameters())
         self.catalogue: list[TensorInfo] = catalog.catalogue(model, catalog.used_modules(model, self._tiny_inputs()))
         self.stated: dict[str, Tensor] = {}  # a prefix that stands in for the trained one, while the check looks
         self._prefixes = self._prefix_starts(prefix_ids, seed) if space.kind == "prefix" else {}
@@ -169,6 +174,8 @@ class TorchEngine:
         """A plain copy of the model with what was trained in its weights: what `save_pretrained` should write."""
         if self.space.kind == "prefix":
             raise ConfigError("a prefix is not part of a model's weights: export the adapter instead")
+        if self.quantized:
+            raise ConfigError("a quantised base cannot take in what was trained: export the adapter instead")
         twin = copy.deepcopy(self.model)
         for module in twin.modules():
             module.__dict__.pop("forward", None)

@@ -84,8 +84,11 @@ def _linear(
     weight, bias = own.get("weight"), own.get("bias")
     rank = population.trained[weight].rank if weight else 0
     turned = isinstance(module, Conv1D)  # stored as (in, out)
+    packed = module.forward if not module.weight.is_floating_point() else None  # a quantised layer unpacks itself
 
     def base(x: Tensor) -> Tensor:
+        if packed is not None:
+            return packed(x.flatten(0, 1)).unflatten(0, x.shape[:2])  # type: ignore[no-any-return]
         return F.linear(x, module.weight.T if turned else module.weight, None if bias else module.bias)
 
     def forward(rows: Tensor) -> Tensor:

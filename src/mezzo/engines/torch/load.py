@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,8 +22,12 @@ def load_model(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     remote_code: bool = False,
+    quantize: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """The model in eval mode; with `classes`, a classification head whose fresh weights depend on `seed` alone."""
+    """The model in eval mode; with `classes`, a classification head whose fresh weights depend on `seed` alone.
+
+    `quantize` is what `quantized.settings` says.
+    """
     import transformers
 
     if classes:
@@ -31,6 +36,7 @@ def load_model(
     else:
         auto = transformers.AutoModelForMaskedLM if family == "masked" else transformers.AutoModelForCausalLM
         extra = {}
+    extra |= quantize or {}
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     progress = transformers.logging.is_progress_bar_enabled()
