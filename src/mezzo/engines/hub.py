@@ -68,7 +68,8 @@ def family_of(config: Any) -> Family:
     )
 
     refuse_pairs(config)
-    for architecture in getattr(config, "architectures", None) or ():
+    stated = getattr(config, "architectures", None)
+    for architecture in map(str, stated if isinstance(stated, (list, tuple)) else ()):
         if "MaskedLM" in architecture:
             return "masked"
         if "CausalLM" in architecture or "LMHeadModel" in architecture:
