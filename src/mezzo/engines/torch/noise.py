@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mezzo import noise
+from mezzo import noise, rounding
 
 CACHED_BYTES = 256 * 2**20
 ALIGN = 64  # tensors laid side by side start at multiples of this many elements: whole words, whatever the kind
@@ -26,9 +26,17 @@ class NoiseSource:
         self._bytes: OrderedDict[tuple[int, str], Tensor] = OrderedDict()
         self._held = 0
 
-    def dense(self, seed: int, name: str, count: int, out: Tensor | None = None) -> Tensor:
-        """The tensor's flattened noise; in `out` if given, which must hold `count` rounded up to 64."""
-        return self.spread(self.packed(seed, name, count), out)[:count]
+    def dense(self, seed: int, name: str, count: int, start: int = 0, stop: int | None = None) -> Tensor:
+        """Elements [start, stop) of the flattened noise of a tensor of `count` elements; `start` is a multiple of 64."""
+        packed = self.packed(seed, name, count)
+        stop = count if stop is None else stop
+        per = noise.BITS[self.kind]
+        return self.spread(packed[start * per // 8 : -(-stop // ALIGN) * ALIGN * per // 8], None)[: stop - start]
+
+    def rounding(self, seed: int, name: str, start: int, stop: int) -> Tensor:
+        """Bytes that hold the sixteen rounding bits of each element in [start, stop)."""
+        found = rounding.bits(seed, name, start, stop).astype("<u2", copy=False)
+        return torch.from_numpy(found.view(np.uint8)).to(self.device)
 
     def rows(self, seed: int, name: str, shape: tuple[int, int], ids: Tensor) -> Tensor:
         """Rows `ids` of a matrix's noise, without spreading the others."""
@@ -53,10 +61,15 @@ class NoiseSource:
         """The stream's bytes for `count` elements, rounded up to 64 elements, on the device."""
         return self._remembered((seed, name), lambda: _whole(kind or self.kind, seed, name, count))
 
-    def packed_side_by_side(self, seed: int, tensors: Sequence[tuple[str, int]]) -> Tensor:
+    def side_by_side(self, seed: int, tensors: Sequence[tuple[str, int]]) -> Tensor:
         """`packed` of several (name, count), one behind the other: one transfer to the device instead of many."""
         key = (seed, "\n".join(name for name, _ in tensors))
         return self._remembered(key, lambda: np.concatenate([_whole(self.kind, seed, *tensor) for tensor in tensors]))
+
+    def rounding_side_by_side(self, seed: int, tensors: Sequence[tuple[str, int]]) -> Tensor:
+        """`rounding` of several whole (name, count), laid out as `side_by_side` lays out their noise."""
+        found = [_whole("gaussian", seed, rounding.stream(name), count) for name, count in tensors]
+        return torch.from_numpy(np.concatenate(found)).to(self.device)
 
     def _remembered(self, key: tuple[int, str], make: Callable[[], npt.NDArray[np.uint8]]) -> Tensor:
         if (found := self._bytes.get(key)) is None:
