@@ -29,7 +29,9 @@ class RunConfig:
     model: str = option("model", "mezzo/roberta-mini", "bundled name, local folder or hub name")
     engine: str = option("model", "torch", "what runs the model: torch, sglang")
     device: str = option("model", "auto", "cpu, cuda, or auto: a GPU if there is one")
-    dtype: str = option("model", "float32", "type of the weights: float32, bfloat16, float16; a CPU computes in float32")
+    dtype: str = option(
+        "model", "float32", "type of the weights: float32, bfloat16, float16; a CPU computes in float32"
+    )
     micro_batch: int | None = option(
         "model", None, "examples in one forward; less needs less memory [8 on a CPU, else the whole batch]"
     )

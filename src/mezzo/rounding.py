@@ -49,7 +49,9 @@ def rounded(values: noise.Floats, random: Patterns, dtype: Short) -> Patterns:
     tiny = size < 0x3880_0000
     fixed = (np.where(tiny, np.abs(values), np.float32(0)) * np.float32(2.0**40)).astype(np.uint32)
     half = np.where(tiny, (fixed + lift) >> np.uint32(16), normal)
-    half = np.where(size > 0x7F80_0000, 0x7E00, np.minimum(half, 0x7C00))  # NaN stays one; what is too large is infinite
+    half = np.where(
+        size > 0x7F80_0000, 0x7E00, np.minimum(half, 0x7C00)
+    )  # NaN stays one; what is too large is infinite
     return (half | (pattern >> np.uint32(16)) & np.uint32(0x8000)).astype(np.uint16)
 
 

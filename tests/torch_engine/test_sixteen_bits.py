@@ -16,7 +16,7 @@ from mezzo.objectives import cross_entropy
 from mezzo.optim import Sgd
 from mezzo.space import Space
 from mezzo.types import Batch, Probe, Prompt, Readout
-from tests.conftest import make_batch, make_llama, make_roberta
+from tests.conftest import make_batch, make_llama, make_roberta, settled
 from tests.reference import plain_scores
 
 EPS = 1e-2
@@ -24,6 +24,16 @@ EPS = 1e-2
 
 def engine_of(dtype: str, space: Space | None = None) -> TorchEngine:
     return TorchEngine(make_roberta().to(getattr(torch, dtype)), space or Space("full"))
+
+
+def tiny(dtype: str) -> TorchEngine:
+    """One layer, for thousands of steps."""
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = RobertaConfig(vocab_size=120, max_position_embeddings=16, type_vocab_size=1, **sizes)
+    return TorchEngine(settled(RobertaForMaskedLM(config)).to(getattr(torch, dtype)), Space("full"))
 
 
 def learnable(count: int) -> Batch:
@@ -51,7 +61,7 @@ def curve(engine: TorchEngine, batch: Batch, steps: int, lr: float) -> np.ndarra
 
 @pytest.mark.parametrize("dtype", rounding.SHORT)
 def test_a_thousand_steps_at_no_rate_change_nothing(dtype):
-    engine, batch = engine_of(dtype), make_batch(2, lengths=(4, 6))
+    engine, batch = tiny(dtype), make_batch(2, lengths=(4, 6))
     estimator, optimizer = Spsa(seed=1, eps=EPS), Sgd(lambda _: 0.0)
     before = engine.digest()
     for step in range(1000):
@@ -67,15 +77,20 @@ def test_a_thousand_steps_at_no_rate_change_nothing(dtype):
 @pytest.mark.slow
 def test_two_thousand_small_steps_follow_float32_and_plain_rounding_does_not(monkeypatch):
     """Steps are far below half the distance of neighbouring weights: rounded to nearest, they are lost."""
-    batch, steps, lr = learnable(8), 2000, 2e-5
-    exact = curve(engine_of("float32"), batch, steps, lr)
+    batch, steps, lr = learnable(4), 2000, 3e-6
+    exact = curve(tiny("float32"), batch, steps, lr)
     learned = exact[0] - exact[-1]
-    assert learned > 0.1, exact
+    assert learned > 0.03, exact
+
+    def strayed(dtype: str) -> float:
+        """Largest distance from the float32 curve, as a share of what float32 learned."""
+        return float(np.abs(curve(tiny(dtype), batch, steps, lr) - exact).max() / learned)
+
     for dtype in rounding.SHORT:
-        assert np.abs(curve(engine_of(dtype), batch, steps, lr) - exact).max() < 0.15 * learned, dtype
+        assert strayed(dtype) < 0.2, dtype
     monkeypatch.setattr(plain, "store", lambda target, values, random: target.copy_(values))
     for dtype in rounding.SHORT:
-        assert np.abs(curve(engine_of(dtype), batch, steps, lr) - exact).max() > 0.3 * learned, dtype
+        assert strayed(dtype) > 0.4, dtype
 
 
 @pytest.mark.parametrize("dtype", rounding.SHORT)

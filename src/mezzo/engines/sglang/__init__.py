@@ -9,7 +9,9 @@ from mezzo.errors import ConfigError
 def open_engine(spec: EngineSpec) -> Engine:
     """SGLang with the model of `spec` at the base: servers where URLs are given, else started here."""
     if spec.dtype != "float32":
-        raise ConfigError(f"the sglang engine trains in float32 only: leave out --dtype {spec.dtype}, or use --engine torch")
+        raise ConfigError(
+            f"the sglang engine trains in float32 only: leave out --dtype {spec.dtype}, or use --engine torch"
+        )
     if spec.urls:
         from mezzo.engines.sglang.server import ServerEngine
 
