@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,30 +14,13 @@ from torch import Tensor
 from mezzo import noise, rounding
 from mezzo.engines.torch.flat import Flat
 from mezzo.engines.torch.noise import NoiseSource
+from mezzo.engines.torch.points import Move, Point
 from mezzo.engines.torch.rounding import store
-from mezzo.types import Probe, Trained, Update
+from mezzo.types import Trained, Update
 
 PIECE = {"cpu": 2**18}
 LARGEST_PIECE = 2**24
 """Elements worked on at once: what a core's cache holds, or enough to keep another device busy."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """The members of a forward: one probe each, and their distinct seeds."""
-
-    probes: tuple[Probe, ...]
-    device: torch.device
-
-    @cached_property
-    def seeds(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(seed for probe in self.probes for seed, _ in probe.terms))
-
-    @cached_property
-    def scales(self) -> Tensor:
-        """[P, K]: the scale of seed k at member m."""
-        table = [[sum(scale for s, scale in probe.terms if s == seed) for seed in self.seeds] for probe in self.probes]
-        return torch.tensor(table, dtype=torch.float32, device=self.device)
 
 
 class Plain:
@@ -68,14 +49,17 @@ class Plain:
                 if not probe.terms:
                     row.copy_(base)
 
-    def move_small(self, flat: Flat, update: Update) -> None:
+    def move_small(self, flat: Flat, move: Move) -> None:
+        """A flat buffer after the move, in place."""
+
         def bits() -> Tensor:
-            return self.source.rounding_side_by_side(rounding.seed_of(update), flat.named)
+            return self.source.rounding_side_by_side(rounding.seed_of(move.update), flat.named)
 
-        _move(flat.values, flat.decay, update, lambda seed: self._flat_noise(flat, seed), bits)
+        _move(flat.values, flat.decay, move.update, lambda seed: self._flat_noise(flat, seed), bits)
 
-    def move(self, trained: Trained, value: Tensor, update: Update) -> None:
-        flat = value.view(-1)
+    def move(self, trained: Trained, value: Tensor, move: Move) -> None:
+        """A matrix after the move, in place."""
+        flat, update = value.view(-1), move.update
         scaled = [(seed, noise.factor_scale(coef, trained.rank)) for seed, coef in update.terms]
         for start, stop in self._pieces(trained, value):
             _move(

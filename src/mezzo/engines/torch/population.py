@@ -8,6 +8,7 @@ large matrices are perturbed one at a time into scratch that all layers share.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from mezzo.engines.torch.flat import flats_of, is_large
 from mezzo.engines.torch.noise import NoiseSource
-from mezzo.engines.torch.plain import Plain, Point
+from mezzo.engines.torch.plain import Plain
+from mezzo.engines.torch.points import Move, Point
 from mezzo.errors import ModelError
 from mezzo.types import Probe, Trained, Update
 
@@ -34,7 +36,7 @@ class Population:
         frozen: Mapping[str, Tensor] | None = None,
         compute: torch.dtype = torch.float32,
     ) -> None:
-        self.work = Plain(source)
+        self.work = worker(source)
         self.compute = compute
         self.frozen = dict(frozen or {})  # LoRA factors that take part in the forward but are not trained
         self.trained = {trained.name: trained for trained, _ in tensors}
@@ -73,10 +75,11 @@ class Population:
 
     def apply(self, update: Update) -> None:
         """θ ← keep·θ − Σ c·z, to the rounding that `plain` states."""
+        move = Move(update, self.source.device)
         for flat in self.flats:
-            self.work.move_small(flat, update)
+            self.work.move_small(flat, move)
         for name, tensor in self.large.items():
-            self.work.move(self.trained[name], tensor, update)
+            self.work.move(self.trained[name], tensor, move)
 
     # ---- the members of a forward
 
@@ -170,3 +173,12 @@ class Population:
                 block = values[:, slot.start : slot.start + slot.count]
                 found[slot.trained.name] = block.reshape(self.members, *slot.trained.shape)
         return found
+
+
+def worker(source: NoiseSource) -> Plain:
+    """Kernels where there is a GPU and Triton to write them in, plain torch elsewhere: the same weights bit for bit."""
+    if source.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from mezzo.engines.torch.fused import DeviceNoise, Fused
+
+        return Fused(DeviceNoise(source.kind, source.device))
+    return Plain(source)
