@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from mezzo import noise
+from mezzo import noise, rounding
 from mezzo.config import RunConfig
 from mezzo.defaults import with_defaults
 from mezzo.engines import open_engine
@@ -216,6 +216,7 @@ def engine_for(config: RunConfig, family: Family, classes: int, pad_id: int | No
         seed=config.seed,
         pad_id=pad_id or 0,
         device=config.device,
+        dtype=config.dtype,
         threads=config.threads,
         remote_code=config.remote_code,
         tp=config.tp,
@@ -239,6 +240,8 @@ def header_of(parts: Parts, engine: Engine, train: Sequence[Prompt]) -> dict[str
             for t in engine.trained
         ],
         "noise": noise.VERSION,
+        "dtype": config.dtype,
+        "rounding": rounding.VERSION,
         "unit": {"rows": engine.unit.rows, "members": engine.unit.members, "pad_to": engine.unit.pad_to},
         "data": data_digest(train),
         "engine": engine.describe(),
@@ -250,6 +253,8 @@ def check_header(header: dict[str, Any], parts: Parts, train: Sequence[Prompt]) 
     """A resumed run must see the same noise and the same data."""
     if header.get("noise") != noise.VERSION:
         raise JournalError(f"the run uses noise {header.get('noise')!r}; this mezzo makes {noise.VERSION!r}")
+    if parts.config.dtype in rounding.SHORT and header.get("rounding") != rounding.VERSION:
+        raise JournalError(f"the run rounds by {header.get('rounding')!r}; this mezzo by {rounding.VERSION!r}")
     if header.get("data") != data_digest(train):
         raise JournalError("the training data has changed since the run began; restore it, or start a new run")
 

@@ -29,7 +29,9 @@ class RunConfig:
     model: str = option("model", "mezzo/roberta-mini", "bundled name, local folder or hub name")
     engine: str = option("model", "torch", "what runs the model: torch, sglang")
     device: str = option("model", "auto", "cpu, cuda, or auto: a GPU if there is one")
-    dtype: str = option("model", "float32", "type of the weights: float32")
+    dtype: str = option(
+        "model", "float32", "type of the weights: float32, bfloat16, float16; a CPU computes in float32"
+    )
     micro_batch: int | None = option(
         "model", None, "examples in one forward; less needs less memory [8 on a CPU, else the whole batch]"
     )
@@ -70,8 +72,10 @@ class RunConfig:
     targets: tuple[str, ...] = option("space", (), "linear layers LoRA attaches to, or all-linear [query and value]")
     only: tuple[str, ...] = option("space", (), "of the space, train only tensors that match these patterns")
     layers: str = option("space", "", "of the space, train only these layers, e.g. 4: for the upper ones")
-    noise: str = option(
-        "space", "rademacher", "direction: rademacher (±1), gaussian, or lowrank (±1 factors on matrices)"
+    noise: str | None = option(
+        "space",
+        None,
+        "direction: rademacher (±1), gaussian, or lowrank (±1 factors on matrices) [rademacher; lowrank in bfloat16]",
     )
     noise_rank: int = option("space", 8, "rank of lowrank noise")
 
@@ -241,7 +245,7 @@ def _checked(config: RunConfig) -> RunConfig:
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "engine": ("torch", "sglang"),
-    "dtype": ("float32",),
+    "dtype": ("float32", "bfloat16", "float16"),
     "readout": ("auto", "words", "head", "candidates"),
     "noise": ("rademacher", "gaussian", "lowrank"),
     "schedule": ("constant", "linear", "cosine"),

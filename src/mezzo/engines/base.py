@@ -42,6 +42,7 @@ class EngineSpec:
     seed: int = 0
     pad_id: int = 0
     device: str = "auto"
+    dtype: str = "float32"
     threads: int | None = None
     remote_code: bool = False
     tp: int = 1

@@ -17,7 +17,14 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
     device = device_of(spec.device)
     if spec.threads:
         torch.set_num_threads(spec.threads)
-    model = load_model(spec.model, spec.family, classes=spec.classes, seed=spec.seed, remote_code=spec.remote_code)
+    model = load_model(
+        spec.model,
+        spec.family,
+        classes=spec.classes,
+        seed=spec.seed,
+        dtype=getattr(torch, spec.dtype),
+        remote_code=spec.remote_code,
+    )
     config: Any = model.config
     if spec.classes and config.pad_token_id is None:
         config.pad_token_id = spec.pad_id  # a causal model's head looks for the last token that is not padding

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,16 +39,23 @@ class TorchEngine:
     ) -> None:
         self.device = torch.device(device)
         self.model = model.to(self.device).eval().requires_grad_(False)
+        self.dtype: torch.dtype = self.model.dtype  # type: ignore[assignment]
+        """The type of the stored weights. A CPU computes in float32 whatever it is: sixteen-bit products are slow there."""
+        compute = torch.float32 if self.device.type == "cpu" else self.dtype
         self.unit = unit or Unit(rows=64)
         self.space = space
         self.pad_id = pad_id
         self.causal = _is_causal(model)
         self.share_prompts = True  # candidates of one prompt continue its keys and values
         self.base_digest = catalog.digest_of(self.model.named_parameters())
+        self._stored_as = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
+        stored = dict(self._widened()) if self.device.type == "cpu" else {}
         self.catalogue: list[TensorInfo] = catalog.catalogue(model, catalog.used_modules(model, self._tiny_inputs()))
         self.trained: tuple[Trained, ...] = select(space, self.catalogue)
         self.transposed = {t.name for t in self.catalogue if t.transposed}
-        self.population = Population(self._tensors(seed), NoiseSource(noise_kind, self.device), self._frozen_lora(seed))
+        self.population = Population(
+            self._tensors(seed, stored), NoiseSource(noise_kind, self.device), self._frozen_lora(seed), compute
+        )
         self._adopt()
         layers.attach(self.model, self.population, space.scaling)
         for trunk in catalog.trunks(self.model):
@@ -122,7 +129,8 @@ class TorchEngine:
         return texts
 
     def state(self) -> dict[str, npt.NDArray[np.generic]]:
-        return {t.name: self.population.value(t.name).detach().cpu().numpy().copy() for t in self.trained}
+        """The trained values in float32, which holds those of every type: NumPy has no bfloat16."""
+        return {t.name: self.population.value(t.name).float().cpu().numpy().copy() for t in self.trained}
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, npt.NDArray[np.generic]]) -> None:
@@ -142,6 +150,7 @@ class TorchEngine:
         return {
             "engine": "torch",
             "device": name,
+            "dtype": str(self.dtype).removeprefix("torch."),
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "parameters": sum(p.numel() for p in self.model.parameters()),
@@ -158,9 +167,9 @@ class TorchEngine:
         for module in twin.modules():
             module.__dict__.pop("forward", None)
         for name, parameter in twin.named_parameters():
-            parameter.data = parameter.data.clone()
-            if (delta := self.lora_delta(name)) is not None:
-                parameter.data += delta
+            delta = self.lora_delta(name)
+            moved = parameter.data.clone() if delta is None else parameter.data + delta
+            parameter.data = moved.to(self._stored_as[name])
         return twin
 
     def lora_delta(self, name: str, moved: Mapping[str, Tensor] | None = None) -> Tensor | None:
@@ -180,8 +189,8 @@ class TorchEngine:
 
     # ---- making the trained tensors
 
-    def _tensors(self, seed: int) -> list[tuple[Trained, Tensor]]:
-        parameters = dict(self.model.named_parameters())
+    def _tensors(self, seed: int, stored: Mapping[str, Tensor]) -> list[tuple[Trained, Tensor]]:
+        parameters = {**dict(self.model.named_parameters()), **stored}
         return [(t, parameters[t.name] if t.name in parameters else self._fresh(t, seed)) for t in self.trained]
 
     def _frozen_lora(self, seed: int) -> dict[str, Tensor]:
@@ -199,6 +208,16 @@ class TorchEngine:
         count, bound = int(np.prod(trained.shape)), trained.shape[1] ** -0.5
         values = noise.uniform(seed, f"init/{trained.name}", count, bound)
         return torch.from_numpy(values).view(trained.shape).to(self.device)
+
+    def _widened(self) -> Iterator[tuple[str, Tensor]]:
+        """Make the model's sixteen-bit tensors float32 and yield what the parameters were."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                yield name, parameter.data
+                parameter.data = parameter.data.float()
+        for buffer in self.model.buffers():
+            if buffer.dtype in (torch.bfloat16, torch.float16):
+                buffer.data = buffer.data.float()
 
     def _adopt(self) -> None:
         """Let the model's parameters be views of what the population owns and updates."""
