@@ -88,3 +88,8 @@ def device_of(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def gpus() -> int:
+    """How many GPUs there are to share out among workers."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
