@@ -102,7 +102,7 @@ class Crew:
     def _count_loss(self, error: MezzoError) -> None:
         self._losses += 1
         self._last_words = error
-        self._hire_at = time.monotonic() + (min(LONGEST_PAUSE, 0.05 * 2**self._losses) if self._losses > 1 else 0.0)
+        self._hire_at = time.monotonic() + (min(LONGEST_PAUSE, 0.01 * 2**self._losses) if self._losses > 1 else 0.0)
         if self._losses > HOPELESS * max(1, self.wanted):
             raise RunFailed(
                 f"workers were lost {self._losses} times in a row and did no work in between; last: "

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 
 def main(descriptor: int) -> None:
-    for name in ("mezzo.engines.torch", "mezzo.parallel.worker"):
-        importlib.import_module(name)
+    from mezzo.engines.torch.load import warm
+    from mezzo.parallel.worker import serve
+
+    warm()
     gc.freeze()  # what is shared stays shared: the collector does not touch it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children: leave no zombies
     with socket.socket(fileno=descriptor) as driver:
@@ -25,14 +27,12 @@ def main(descriptor: int) -> None:
             pid = os.fork()
             if pid == 0:
                 driver.close()
-                _work(sent[0])
+                _work(serve, sent[0])
             os.close(sent[0])
             driver.sendall(b"%16d" % pid)
 
 
-def _work(descriptor: int) -> None:
-    from mezzo.parallel.worker import serve
-
+def _work(serve: Callable[[Connection], None], descriptor: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     code = 1
     try:

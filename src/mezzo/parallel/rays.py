@@ -12,6 +12,9 @@ from mezzo.parallel.links import Gone, Link
 from mezzo.parallel.orders import Post
 from mezzo.parallel.worker import Service
 
+LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Set to 0 before Ray is imported, all its servers listen on 127.0.0.1 only, on every system. Its own default is 0.0.0.0."""
+
 
 class Actor:
     """What Ray runs: a worker behind bytes."""
@@ -44,10 +47,11 @@ class Actors:
     def __init__(self, address: str, workers: int, post: Post) -> None:
         if importlib.util.find_spec("ray") is None:
             raise ConfigError("--ray-address needs Ray: pip install 'mezzo[ray]', or leave it out for local processes")
+        if address == "local":
+            os.environ[LOOPBACK] = "0"
         import ray
 
         self.cpus, self.gpus = float(post.spec.threads or 1), _gpus(post)
-        self.local = address == "local"
         self.started = not ray.is_initialized()
         if self.started:
             _start(address, int(self.cpus * (workers + 1)))
@@ -86,7 +90,6 @@ def _start(address: str, cpus: int) -> None:
 
     import ray
 
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     try:
@@ -95,7 +98,6 @@ def _start(address: str, cpus: int) -> None:
                 address="local",
                 num_cpus=max(cpus, os.cpu_count() or 1),
                 include_dashboard=False,
-                _node_ip_address="127.0.0.1",
                 **quiet,
             )
         else:
@@ -106,6 +108,11 @@ def _start(address: str, cpus: int) -> None:
             f"no Ray cluster answers at {address!r} ({reason}); 'ray start --head' starts one, and --ray-address local "
             "needs none"
         ) from None
+    if address == "local" and (listens := ray.util.get_node_ip_address()) != "127.0.0.1":
+        ray.shutdown()
+        raise ConfigError(
+            f"Ray was imported before mezzo could confine it, and would listen on {listens}: set {LOOPBACK}=0 in the environment"
+        )
 
 
 def _gpus(post: Post) -> float:
