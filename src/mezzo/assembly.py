@@ -204,8 +204,12 @@ def space_of(config: RunConfig) -> Space:
 
 
 def engine_for(config: RunConfig, family: Family, classes: int, pad_id: int | None) -> Engine:
-    """The run's engine, its trained tensors at the base."""
-    spec = EngineSpec(
+    """The run's engine in this process, its trained tensors at the base."""
+    return open_engine(config.engine, spec_of(config, family, classes, pad_id))
+
+
+def spec_of(config: RunConfig, family: Family, classes: int, pad_id: int | None) -> EngineSpec:
+    return EngineSpec(
         model=config.model,
         family=family,
         space=space_of(config),
@@ -222,7 +226,6 @@ def engine_for(config: RunConfig, family: Family, classes: int, pad_id: int | No
         tp=config.tp,
         urls=config.url,
     )
-    return open_engine(config.engine, spec)
 
 
 def header_of(parts: Parts, engine: Engine, train: Sequence[Prompt]) -> dict[str, Any]:

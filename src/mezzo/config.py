@@ -42,6 +42,18 @@ class RunConfig:
     )
     remote_code: bool = option("model", False, "allow code that comes with a hub model to run")
 
+    workers: int | None = option(
+        "workers", None, "processes that share each step's forward passes [none: this process]"
+    )
+    ray_address: str | None = option(
+        "workers", None, "let Ray run the workers: an address, auto, or local for a Ray of its own"
+    )
+    worker_timeout: float | None = option(
+        "workers", None, "seconds after which a silent worker is replaced [by measured times]"
+    )
+    check_workers: int = option("workers", 100, "steps between comparisons of the workers' weights and scores; 0 never")
+    backend: str = option("workers", "gloo", "how the ranks of torchrun talk: gloo, nccl")
+
     task: str | None = option("task", None, "task name or TOML file; see 'mezzo tasks' [reviews with the bundled data]")
     train: str | None = option("task", None, "training data: jsonl, json, csv, tsv, txt, parquet, or a k-shot folder")
     dev: str | None = option("task", None, "data that chooses the best checkpoint [a part of train is held out]")
@@ -217,16 +229,26 @@ def _checked(config: RunConfig) -> RunConfig:
         "eval_every",
         "threads",
         "max_new_tokens",
+        "workers",
     )
     for name in positive + ("train_limit", "eval_limit"):
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, not {value}")
-    for name in ("eps", "time_limit", "alpha"):
+    for name in ("eps", "time_limit", "alpha", "worker_timeout"):
         value = getattr(config, name)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{name} must be positive, not {value}")
-    for name in ("lr", "weight_decay", "clip", "warmup", "patience", "demonstrations", "snapshot_minutes"):
+    for name in (
+        "lr",
+        "weight_decay",
+        "clip",
+        "warmup",
+        "patience",
+        "demonstrations",
+        "snapshot_minutes",
+        "check_workers",
+    ):
         value = getattr(config, name)
         if value is not None and not 0 <= value < float("inf"):
             raise ConfigError(f"{name} must not be negative, not {value}")
@@ -236,6 +258,8 @@ def _checked(config: RunConfig) -> RunConfig:
             raise ConfigError(f"{name} must lie between 0 and 2^63, not {value}")
     if config.engine != "sglang" and (config.url or config.tp != 1):
         raise ConfigError("--url and --tp belong to SGLang: add --engine sglang")
+    if config.ray_address and not config.workers:
+        raise ConfigError("--ray-address says where workers run: add --workers N")
     for name, choices in CHOICES.items():
         value = getattr(config, name)
         if value is not None and value not in choices:
@@ -251,4 +275,5 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": ("constant", "linear", "cosine"),
     "decay": ("all", "matrices"),
     "id_order": ("hub", "lm-bff"),
+    "backend": ("gloo", "nccl"),
 }

@@ -15,6 +15,7 @@ from mezzo.journal import NAME as JOURNAL
 from mezzo.snapshots import Snapshots
 
 METRICS = "metrics.jsonl"
+WORKERS = "workers"
 CONFIG = "config.json"
 
 
@@ -40,6 +41,8 @@ class Run:
     forward_passes: int = 0
     stopped: str = ""
     warnings: tuple[str, ...] = field(default=())
+    workers: dict[str, Any] | None = None
+    """What working in parallel took: their number, bytes, the share of time they waited, and how many were lost."""
 
     @property
     def journal(self) -> Path:
@@ -71,6 +74,8 @@ class Run:
         if self.skipped_steps:
             rows.append(("skipped steps", str(self.skipped_steps)))
         rows.append(("time", f"{self.seconds:.0f} s, {self.forward_passes} forward passes"))
+        if self.workers:
+            rows.append(("workers", _workers_row(self.workers)))
         return [*rows, ("digest", self.digest[:16])]
 
 
@@ -88,12 +93,11 @@ class Folder:
         path = Path(out) if out else _free(Path("runs"), stem)
         with explained(path):
             path.mkdir(parents=True, exist_ok=True)
-            if (path / JOURNAL).is_file():
-                if (path / JOURNAL).stat().st_size:
-                    raise JournalError(
-                        f"{path} holds a run already: continue it with --resume {path}, or choose another --out"
-                    )
-            elif any(path.iterdir()):
+            if holds_run(path):
+                raise JournalError(
+                    f"{path} holds a run already: continue it with --resume {path}, or choose another --out"
+                )
+            if not (path / JOURNAL).is_file() and any(path.iterdir()):
                 raise ConfigError(f"--out {path} is not empty; choose a new folder")
         return cls(path)  # what has an empty journal died while it was created: nothing in it counts
 
@@ -144,10 +148,35 @@ class Folder:
         write_atomically(self.path / METRICS, data)
         return kept
 
+    def want_workers(self, count: int) -> None:
+        """Ask a running driver for another number of workers."""
+        write_atomically(self.path / WORKERS, b"%d\n" % count)
+
+    def wanted_workers(self) -> int | None:
+        """How many workers were asked for since the run began; None when nobody asked, or not for a number."""
+        try:
+            count = int((self.path / WORKERS).read_bytes())
+        except (OSError, ValueError):
+            return None
+        return count if count > 0 else None
+
     def close(self) -> None:
         if self._metrics >= 0:
             os.close(self._metrics)
             self._metrics = -1
+
+
+def holds_run(path: Path) -> bool:
+    """Whether a run has begun in this folder; what has an empty journal died while it was created."""
+    return (path / JOURNAL).is_file() and (path / JOURNAL).stat().st_size > 0
+
+
+def _workers_row(workers: dict[str, Any]) -> str:
+    kilobytes, waiting = workers["bytes_per_step"] / 1000, workers["waiting"]
+    row = f"{workers['count']}: {kilobytes:.1f} kB a step, waiting {waiting:.0%} of their time"
+    for name, word in (("lost", "lost and replaced"), ("rebuilt", "rebuilt because they differed")):
+        row += f"; {workers[name]} {word}" if workers[name] else ""
+    return row
 
 
 def _position(entry: dict[str, Any]) -> int:

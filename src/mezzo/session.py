@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mezzo import assembly
-from mezzo.engines.base import Engine
+from mezzo.engines.base import Engine, Workers
 from mezzo.evaluation import Evaluation
 from mezzo.journal import Journal, read
 from mezzo.rebuild import bring_to
@@ -83,7 +83,8 @@ class Session:
         """Train; every record has been noted in the metrics when it arrives."""
         try:
             for record in self.trainer.run():
-                self.observe("step", _step_line(record, time.monotonic() - self.began))
+                cost = self.engine.step_cost() if isinstance(self.engine, Workers) else {}
+                self.observe("step", _step_line(record, time.monotonic() - self.began) | cost)
                 self._warn_if_standing_still(record)
                 yield record
         except BaseException:
@@ -147,6 +148,7 @@ class Session:
             forward_passes=2 * config.samples * steps,
             stopped=trainer.stopped,
             warnings=tuple(self.warnings),
+            workers=self.engine.total_cost() if isinstance(self.engine, Workers) else None,
         )
         self.folder.note("engine", {"step": steps, **self.engine.describe()})  # its counters, now that all is done
         self.observe("result", {"step": steps, **run.to_dict()})
@@ -158,6 +160,9 @@ class Session:
         if step == self.trainer.step:
             return
         content = read(self.folder.path)
+        if isinstance(self.engine, Workers):
+            bring_to(self.engine, content, step, self.folder.snapshots)
+            return
         found = self.folder.snapshots.load(step)
         if found is not None and step in content.marks:
             self.engine.load_state(found[0])

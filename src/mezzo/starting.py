@@ -9,16 +9,18 @@ from typing import Any, cast
 from mezzo import assembly
 from mezzo.batches import batches_of
 from mezzo.config import RunConfig, from_mapping
-from mezzo.engines.base import Engine, Unit
+from mezzo.engines.base import Engine, Unit, Workers
 from mezzo.errors import ConfigError, JournalError
 from mezzo.estimators import Spsa
 from mezzo.evaluation import Evaluation
-from mezzo.journal import Journal
+from mezzo.journal import Journal, read
 from mezzo.objectives import OBJECTIVES, Objective, get_objective, imported
 from mezzo.optim import Sgd, schedule
+from mezzo.parallel import ranks
+from mezzo.parallel.opening import open_workers
 from mezzo.rebuild import bring_to, check_base
 from mezzo.rewards import Reward, Rewarded, mean_reward, text_f1
-from mezzo.run import Folder
+from mezzo.run import Folder, holds_run
 from mezzo.session import Observer, Session
 from mezzo.tasks import Task, get_task
 from mezzo.trainer import Limits, MeZOTrainer
@@ -27,6 +29,7 @@ from mezzo.types import Batch, Prompt
 RESUMABLE = (
     *("steps", "time_limit", "patience", "eval_every", "eval_limit", "snapshot_minutes"),
     *("device", "threads", "tp", "url"),
+    *("workers", "ray_address", "worker_timeout", "check_workers", "backend"),
 )
 """What may change when a run goes on: its limits and its machine."""
 
@@ -35,6 +38,8 @@ def new(config: RunConfig, observe: Observer, objective: Objective | None = None
     """Check everything, then create the run folder."""
     config = config.replace(objective=_named(objective)) if objective else config
     parts, splits = _prepared(config, task)
+    if _was_begun(parts.config):
+        return resume(str(config.out), observe, {}, objective)
     train = parts.encode(splits.train)
     method = _method(parts.config, objective)
     observe("loading", {"model": config.model, "task": parts.task.name})
@@ -81,6 +86,21 @@ def resume(path: str | Path, observe: Observer, changes: dict[str, Any], objecti
     return _begun(_joined(parts, splits, engine, folder, journal, method, train, observe, earlier), train)
 
 
+def _was_begun(config: RunConfig) -> bool:
+    """Whether torchrun has started this very run again after a failure: it then goes on where its journal ends."""
+    if ranks.may_restart() and not config.out:
+        raise ConfigError(
+            "torchrun --max-restarts starts a failed run again, which must then find its own folder: add --out DIR"
+        )
+    if not ranks.restarted() or not holds_run(Path(str(config.out))):
+        return False
+    recorded = read(Path(str(config.out))).header.get("config", {})
+    fixed = {key: value for key, value in config.to_dict().items() if key not in (*RESUMABLE, "out")}
+    if differing := sorted(key for key, value in fixed.items() if recorded.get(key) != value):
+        raise JournalError(f"{config.out} holds another run ({', '.join(differing)} differs): choose another --out")
+    return True
+
+
 def _begun(session: Session, train: Sequence[Prompt]) -> Session:
     try:
         session.begin(len(train))
@@ -91,7 +111,9 @@ def _begun(session: Session, train: Sequence[Prompt]) -> Session:
 
 
 def _engine(parts: assembly.Parts) -> Engine:
-    return assembly.engine_for(parts.config, parts.family, parts.classes, parts.tokenizer.pad_token_id)
+    """The run's engine: made of workers where they are asked for."""
+    of = (parts.config, parts.family, parts.classes, parts.tokenizer.pad_token_id)
+    return open_workers(parts.config, assembly.spec_of(*of)) or assembly.engine_for(*of)
 
 
 def _joined(
@@ -134,6 +156,9 @@ def _joined(
         start=journal.content.steps,
         history=[(e["step"], _evaluation(e)) for e in earlier if e.get("event") == "evaluation"],
     )
+    if isinstance(engine, Workers):
+        told = lambda text: notify("worker", {"step": trainer.step, "text": text})  # noqa: E731
+        engine.join(str(folder.snapshots.folder), told, folder.wanted_workers)
     known = [e for e in earlier if e.get("event") == "zero-shot"]
     session = Session(parts, splits, engine, folder, journal, trainer, notify, splits.test, list(earlier))
     session.zero_shot = _evaluation(known[-1]) if known else None

@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         outcome: Any = getattr(verbs, options.verb)(options)
         result, code = outcome if isinstance(outcome, tuple) else (outcome, 0)
-        if options.json:
+        if options.json and result is not None:
             print(json.dumps(finite(result), allow_nan=False), flush=True)
         sys.stdout.flush()
         return int(code)

@@ -27,6 +27,7 @@ def headline(values: dict[str, Any]) -> str:
     where = f"on {values['device']}" + (
         f" ({values['threads']} thread{'s' * (values['threads'] > 1)})" if values["device"] == "cpu" else ""
     )
+    where += f", {values['workers']} workers" if values.get("workers") else ""
     return (
         f"training {values['space']}: {trained:,} values of a {total:,}-parameter model, {values['train']} examples, "
         f"lr {values['lr']:g}, eps {values['eps']:g}, {where}; writing {values['out']}"
@@ -44,6 +45,8 @@ def sentence(event: str, values: dict[str, Any]) -> str:
             return (
                 f"step {values['step']:>6}  dev {values['metric']} {values['value']:.1%}  dev loss {values['loss']:.4f}"
             )
+        case "worker":
+            return values["text"]
         case "warning":
             return f"warning: {values['text']}"
     return ""

@@ -17,6 +17,7 @@ GROUPS = {
     "space": "what is trained",
     "method": "method",
     "run": "run",
+    "workers": "parallel workers",
 }
 MODEL_OPTIONS = ("model", "engine", "device", "dtype", "micro_batch", "threads", "tp", "url", "remote_code")
 TASK_OPTIONS = ("task", "id_order", "encoding", "template", "words", "max_length", "readout")
@@ -73,7 +74,7 @@ def build() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"mezzo {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for add in (_train, _eval, _predict, _signal, _export, _verify, _tasks):
+    for add in (_train, _eval, _predict, _signal, _export, _verify, _workers, _tasks):
         add(verbs)
     return parser
 
@@ -123,6 +124,12 @@ def _verify(verbs: Verbs) -> None:
     verb = _verb(verbs, "verify", "rebuild a run from base model and journal and compare digests")
     _run(verb)
     verb.add_argument("--device", metavar="D", help="where to rebuild [a GPU if there is one]")
+
+
+def _workers(verbs: Verbs) -> None:
+    verb = _verb(verbs, "workers", "show how many workers a run wants, or give a running one more or fewer")
+    verb.add_argument("run", metavar="RUN", help="run folder")
+    verb.add_argument("count", nargs="?", type=int, metavar="N", help="from the next step on")
 
 
 def _tasks(verbs: Verbs) -> None:

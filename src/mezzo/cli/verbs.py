@@ -18,6 +18,7 @@ from mezzo.files import finite
 
 def train(options: Namespace) -> Any:
     from mezzo import api
+    from mezzo.parallel import ranks
 
     if options.print_config:
         if options.resume:
@@ -26,6 +27,16 @@ def train(options: Namespace) -> Any:
         text = _toml(api.prepared_config(values))
         print(text, end="", file=sys.stderr if options.json else sys.stdout)
         return {"config": text}
+    if ranks.launched():
+        values = {**(from_toml(Path(options.config)) if options.config else {}), **given(options)}
+        with ranks.among(str(values.get("backend", "gloo"))) as driver:
+            return _train(options) if driver else (None, 0)  # one process prints
+    return _train(options)
+
+
+def _train(options: Namespace) -> Any:
+    from mezzo import api
+
     with display(quiet=options.json) as observe:
         session = api.open_session(config=options.config, resume=options.resume, observe=observe, **given(options))
         for _ in session.records():
@@ -86,6 +97,19 @@ def verify(options: Namespace) -> Any:
         "torn": found.torn,
     }
     return result, 0 if found.ok else 1
+
+
+def workers(options: Namespace) -> Any:
+    from mezzo.run import Folder
+
+    folder = Folder.open(options.run)
+    if options.count is not None:
+        if options.count < 1:
+            raise ConfigError(f"a run needs at least one worker, not {options.count}")
+        folder.want_workers(options.count)
+    wanted = folder.wanted_workers() or folder.read_config().get("workers")
+    _show(options, f"{folder.path} wants {wanted} workers" if wanted else f"{folder.path} runs in a single process")
+    return {"run": str(folder.path), "workers": wanted}
 
 
 def tasks(options: Namespace) -> Any:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from mezzo import noise
 from mezzo.engines.base import Unit
 from mezzo.engines.torch import catalog, layers
-from mezzo.engines.torch.inputs import Rows, by_length, pack, padded, picked
+from mezzo.engines.torch.inputs import Rows, pack, padded, picked
 from mezzo.engines.torch.noise import NoiseSource
 from mezzo.engines.torch.population import Population
 from mezzo.engines.torch.shared import score_candidates
+from mezzo.engines.units import by_length, width_of
 from mezzo.errors import JournalError, ModelError, RunFailed
 from mezzo.space import Space, lora_names, select
 from mezzo.types import Batch, Probe, Scores, TensorInfo, Trained, Update
@@ -25,6 +26,10 @@ from mezzo.types import Batch, Probe, Scores, TensorInfo, Trained, Update
 
 class TorchEngine:
     """One model, its trained tensors and the population forward over them."""
+
+    joins_units = True
+    """Several units in one call of `score` give the same bits as one call each."""
+    width = staticmethod(width_of)
 
     def __init__(
         self,
@@ -241,13 +246,6 @@ class TorchEngine:
         if population.gather is not None:  # no trunk of this model could be trimmed to the readout
             logits = picked(logits, population.gather)
         return rows.read(logits.float(), batch.readout, members)
-
-    @staticmethod
-    def width(batch: Batch) -> int:
-        """C: how many candidates the examples have at most."""
-        if batch.readout.kind == "candidates":
-            return max(len(p.candidates) for p in batch.prompts)
-        return len(batch.readout.words) or batch.readout.classes
 
     def inputs(self, rows: Rows, members: int) -> dict[str, Any]:
         inputs = {"input_ids": rows.ids}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -88,3 +89,20 @@ def device_of(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def warm() -> None:
+    """Import what loading any model imports: for a process whose forks will load one."""
+    for name in (
+        "modeling_utils",
+        "modeling_layers",
+        "processing_utils",
+        "generation.utils",
+        "models.auto.modeling_auto",
+    ):
+        importlib.import_module(f"transformers.{name}")
+
+
+def gpus() -> int:
+    """How many GPUs there are to share out among workers."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
