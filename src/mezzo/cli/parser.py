@@ -19,7 +19,7 @@ GROUPS = {
     "run": "run",
 }
 MODEL_OPTIONS = ("model", "engine", "device", "dtype", "micro_batch", "threads", "tp", "url", "remote_code")
-TASK_OPTIONS = ("task", "id_order", "encoding", "template", "words", "max_length", "readout")
+TASK_OPTIONS = ("task", "id_order", "columns", "encoding", "template", "words", "max_length", "readout")
 
 
 SIGNAL_OPTIONS = (
@@ -81,7 +81,9 @@ def build() -> argparse.ArgumentParser:
 def _train(verbs: Verbs) -> None:
     verb = _verb(verbs, "train", "fine-tune a model; without options, the bundled one on the bundled reviews")
     verb.add_argument("--resume", metavar="RUN", help="continue a run folder where its journal ends")
-    verb.add_argument("--config", metavar="FILE", help="TOML file with any of the options below")
+    verb.add_argument(
+        "--config", metavar="FILE", help="TOML file with any of the options below, or a run folder's config.json"
+    )
     verb.add_argument("--print-config", action="store_true", help="print the resolved configuration as TOML and exit")
     _options(verb, [f.name for f in options()])
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mezzo.cli.display import display
+from mezzo.cli.display import display, show_summary
 from mezzo.cli.parser import given
-from mezzo.config import from_toml
+from mezzo.config import from_file
 from mezzo.errors import ConfigError, DataError
 from mezzo.files import finite
 
@@ -22,18 +22,23 @@ def train(options: Namespace) -> Any:
     if options.print_config:
         if options.resume:
             raise ConfigError(f"a run's configuration is in {options.resume}/config.json")
-        values = {**(from_toml(Path(options.config)) if options.config else {}), **given(options)}
+        values = {**(from_file(Path(options.config)) if options.config else {}), **given(options)}
         text = _toml(api.prepared_config(values))
         print(text, end="", file=sys.stderr if options.json else sys.stdout)
         return {"config": text}
     with display(quiet=options.json) as observe:
         session = api.open_session(config=options.config, resume=options.resume, observe=observe, **given(options))
+        session.note_command(["mezzo", *options.arguments])
         for _ in session.records():
             pass
         run = session.result()
     if run.stopped == "interrupted":
         print(f"stopped at step {run.steps}; continue with: mezzo train --resume {run.out}", file=sys.stderr)
-    _show(options, str(run))
+    if options.json:
+        print(run, file=sys.stderr)
+    else:
+        show_summary(run)
+        print(f"{'report':<22} mezzo report {run.out}")
     return run.to_dict(), (130 if run.stopped == "interrupted" else 0)
 
 
