@@ -91,8 +91,16 @@ def test_the_verdict(found, value, interval, best, word):
 @pytest.fixture
 def options(tiny_folder, tiny_data, tmp_path):
     return {
-        **{"model": tiny_folder, "task": "sst-2", "train": tiny_data, "dev": tiny_data, "space": "full"},
-        **{"batch_size": 8, "threads": 1, "device": "cpu", "eval_every": 20, "out": str(tmp_path / "run")},
+        "model": tiny_folder,
+        "task": "sst-2",
+        "train": tiny_data,
+        "dev": tiny_data,
+        "space": "full",
+        "batch_size": 8,
+        "threads": 1,
+        "device": "cpu",
+        "eval_every": 20,
+        "out": str(tmp_path / "run"),
     }
 
 
@@ -179,7 +187,9 @@ def test_a_tracker_that_fails_on_the_way_is_told_once(tmp_path):
 
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_happens(options, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"--track trackio needs a package that is not installed: pip install 'trackio'"):
+    with pytest.raises(
+        ConfigError, match=r"--track trackio needs a package that is not installed: pip install 'trackio'"
+    ):
         mezzo.finetune(**options, track="trackio")
     assert not Path(options["out"]).exists()
     assert main(["train", "--track", "tensorbord"]) == 2

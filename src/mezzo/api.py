@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mezzo import assembly, starting
+from mezzo import assembly, reports, starting
 from mezzo.compact import MAGIC, export_compact, import_compact
 from mezzo.config import RunConfig, from_file, from_mapping
 from mezzo.engines.base import Engine
@@ -201,6 +201,16 @@ def best_step(path: str | Path, content: Content) -> int:
         if e.get("event") == "evaluation" and {"value", "step"} <= set(e) and e["step"] <= content.steps
     ]
     return -max(looks)[1] if looks else content.steps
+
+
+def report(*runs: str | Path, out: str | Path | None = None, plots: str | Path | None = None) -> Path:
+    """Write what became of runs as one HTML page and return its path; `plots` is a folder for the charts as files."""
+    if not runs:
+        raise ConfigError("name at least one run folder to report on")
+    path, stories = reports.write_page(runs, out)
+    if plots is not None:
+        reports.write_plots(stories, Path(plots))
+    return path
 
 
 def export(

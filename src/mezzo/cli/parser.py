@@ -73,7 +73,7 @@ def build() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"mezzo {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for add in (_train, _eval, _predict, _signal, _export, _verify, _tasks):
+    for add in (_train, _eval, _predict, _signal, _export, _verify, _report, _tasks):
         add(verbs)
     return parser
 
@@ -125,6 +125,19 @@ def _verify(verbs: Verbs) -> None:
     verb = _verb(verbs, "verify", "rebuild a run from base model and journal and compare digests")
     _run(verb)
     verb.add_argument("--device", metavar="D", help="where to rebuild [a GPU if there is one]")
+
+
+def _report(verbs: Verbs) -> None:
+    verb = _verb(verbs, "report", "write what became of runs as one HTML page, or serve it while they train")
+    verb.add_argument("runs", nargs="+", metavar="RUN", help="run folders; several are compared")
+    verb.add_argument("--out", metavar="FILE", help="where to [RUN/report.html; report.html for several runs]")
+    verb.add_argument(
+        "--plots", metavar="DIR", help="also write every chart as SVG, and as PNG where matplotlib is installed"
+    )
+    verb.add_argument(
+        "--watch", action="store_true", help="serve the page on this machine, up to date while runs train"
+    )
+    verb.add_argument("--port", type=int, default=0, metavar="N", help="port of --watch [a free one]")
 
 
 def _tasks(verbs: Verbs) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from argparse import Namespace
@@ -91,6 +92,39 @@ def verify(options: Namespace) -> Any:
         "torn": found.torn,
     }
     return result, 0 if found.ok else 1
+
+
+def report(options: Namespace) -> Any:
+    from mezzo import reports
+
+    if options.watch:
+        return _watch(options)
+    path, stories = reports.write_page(options.runs, options.out)
+    words = [f"{story.name}: {story.verdict.word}: {story.verdict.reason}" for story in stories]
+    _show(options, "\n".join([*words, f"wrote {path}"]))
+    plots = reports.write_plots(stories, Path(options.plots)) if options.plots else []
+    if plots:
+        missing = "" if reports.can_png() else "; PNG needs matplotlib: pip install 'mezzo[plots]'"
+        _show(options, f"wrote {len(plots)} plots to {options.plots}{missing}")
+    return {
+        "out": str(path),
+        "plots": [str(plot) for plot in plots],
+        "runs": [{"run": str(s.path), "verdict": s.verdict.word, "reason": s.verdict.reason} for s in stories],
+    }
+
+
+def _watch(options: Namespace) -> Any:
+    """Serve until Ctrl-C."""
+    from mezzo import reports
+
+    for run in options.runs:
+        reports.story_of(run)  # a mistake is told here, not in the browser
+    with reports.server(options.runs, options.port) as server:
+        url = f"http://127.0.0.1:{server.server_port}/"
+        print(f"the report is at {url} (Ctrl-C ends it)", file=sys.stderr, flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+    return {"url": url}
 
 
 def tasks(options: Namespace) -> Any:
