@@ -67,8 +67,8 @@ def draw(chart: Chart) -> str:
 
 def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
     """Round numbers that cover low to high."""
-    if not high > low:
-        low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
+    if high - low <= 1e-12 * max(abs(low), abs(high), 1e-290):  # one value, as far as a picture can tell
+        low, high = low - max(0.1 * abs(low), 1e-280), high + max(0.1 * abs(high), 1e-280)
     raw = (high - low) / wanted
     size = 10.0 ** math.floor(math.log10(raw))
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw * 0.999)
@@ -87,7 +87,7 @@ def _values(chart: Chart) -> tuple[list[float], list[float]]:
 def _span(values: Sequence[float], from_zero: bool) -> tuple[float, float]:
     low, high = min(values), max(values)
     low = min(0.0, low) if from_zero else low
-    return (low, high) if high > low else (low, low + (abs(low) or 1.0))
+    return (low, high) if high - low > 1e-12 * abs(low) else (low, low + max(abs(low), 1.0))
 
 
 def _grid(
