@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mezzo import assembly, reports, starting
+from mezzo.cards import card
 from mezzo.compact import MAGIC, export_compact, import_compact
 from mezzo.config import RunConfig, from_file, from_mapping
 from mezzo.engines.base import Engine
@@ -194,7 +195,8 @@ def rebuilt(path: str | Path, at: int | None = None, **changes: Any) -> tuple[En
 def best_step(path: str | Path, content: Content) -> int:
     """The position with the best dev evaluation, the last one if nothing was evaluated."""
     if not Path(path).is_dir():
-        return content.steps
+        best = content.header.get("best", content.steps)  # a compact journal knows its best step
+        return best if isinstance(best, int) and 0 <= best <= content.steps else content.steps
     looks = [
         (e["value"], -e["step"])
         for e in Folder(Path(path)).metrics()
@@ -228,12 +230,14 @@ def export(
         target = Path(out) if out else Path(path) / "journal.mezzo"
         if at is not None:
             raise ConfigError("a compact journal holds the whole run; --at goes with adapter and model")
-        export_compact(content, target)
+        export_compact(content, target, best_step(path, content))
         return target
     target = Path(out) if out else Path(path) / kind
-    engine, parts = rebuilt(path, at, model=model)
+    position = best_step(path, content) if at is None else at
+    engine, parts = rebuilt(path, position, model=model)
+    events = Folder(Path(path)).metrics() if Path(path).is_dir() else []
     try:
-        EXPORTS[kind](engine, parts, target)
+        EXPORTS[kind](engine, parts, target, card(kind, content.header, events, position, content.steps))
     finally:
         engine.close()
     return target
