@@ -21,8 +21,11 @@ MAGIC = b"mezzo-journal-1\n"
 LARGEST = 2**31  # bytes that a compact journal may unpack to
 
 
-def export_compact(content: Content, path: Path) -> int:
-    """Write the journal without losses: header, float32 coefficients, keeps. Returns the file's size."""
+def export_compact(content: Content, path: Path, best: int | None = None) -> int:
+    """Write the journal without losses: header, float32 coefficients, keeps. Returns the file's size.
+
+    `best` is the position that a reader takes without being told another.
+    """
     seed, samples = int(content.header["seed"]), int(content.header["samples"])
     coefs = np.full((content.steps, samples), np.nan, dtype="<f4")
     keeps = np.ones(content.steps, dtype="<f4")
@@ -36,7 +39,8 @@ def export_compact(content: Content, path: Path) -> int:
             )
         coefs[record.step] = [coef for _, coef in record.update.terms]
         keeps[record.step] = record.update.keep
-    header = {**content.header, "steps": content.steps, "marks": {str(k): v for k, v in content.marks.items()}}
+    known = {} if best is None else {"best": best}
+    header = {**content.header, **known, "steps": content.steps, "marks": {str(k): v for k, v in content.marks.items()}}
     parts = [zlib.compress(part, 9) for part in (json.dumps(header).encode(), _planes(coefs), _planes(keeps))]
     body = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     data = MAGIC + zlib.crc32(body).to_bytes(4, "little") + body

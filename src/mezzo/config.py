@@ -7,6 +7,7 @@ value is what the run folder keeps.
 from __future__ import annotations
 
 import dataclasses
+import json
 import tomllib
 import types
 import typing
@@ -63,6 +64,9 @@ class RunConfig:
     id_order: str | None = option(
         "task", None, "whose numbering integer labels follow, where sources differ: hub, lm-bff"
     )
+    columns: tuple[str, ...] = option(
+        "task", (), "which column of the data is which of the task's, e.g. text=body,label=stars [found by name]"
+    )
     encoding: str = option("task", "utf-8", "how the data files encode text, e.g. latin-1")
     template: str | None = option("task", None, "prompt, e.g. '{text} It was [MASK].' [the task's]")
     words: tuple[str, ...] | None = option("task", None, "label words, e.g. negative=bad,positive=good [the task's]")
@@ -112,6 +116,7 @@ class RunConfig:
     patience: int = option("run", 0, "stop after this many evaluations without improvement; 0 never")
     time_limit: float | None = option("run", None, "stop after this many minutes; the run can be resumed")
     snapshot_minutes: float = option("run", 5.0, "minutes between snapshots, which make resuming faster")
+    track: tuple[str, ...] = option("run", (), "also log to tensorboard, wandb or trackio, where installed")
 
     def replace(self, **changes: Any) -> RunConfig:
         return dataclasses.replace(self, **changes)
@@ -144,14 +149,30 @@ def flatten(values: Mapping[str, Any], source: str = "option") -> dict[str, Any]
     return flat
 
 
-def from_toml(path: Path) -> dict[str, Any]:
-    """The options of a TOML file, by their own names."""
+def from_file(path: Path) -> dict[str, Any]:
+    """The options of a TOML file, or of the `config.json` of a run (or its folder): that run again, in a new folder."""
+    path = path / "config.json" if path.is_dir() else path
     try:
-        return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except (ValueError, RecursionError) as error:  # what both readers raise, and text that is not UTF-8
+        kind = "JSON" if path.suffix == ".json" else "TOML"
+        raise ConfigError(f"{path} is not valid {kind}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no options: a configuration is an object of names and values")
+    if path.suffix == ".json":
+        values = {name: value for name, value in values.items() if value is not None and name != "out"}
+    return flatten(values)
+
+
+def pairs(name: str, words: tuple[str, ...], example: str) -> dict[str, str]:
+    """An option of `key=value` pairs as a dict."""
+    split = [word.partition("=") for word in words]
+    if not all(key.strip() and value.strip() for key, _, value in split):
+        raise ConfigError(f"{name} are pairs such as {example}, not {','.join(words)!r}")
+    return {key.strip(): value.strip() for key, _, value in split}
 
 
 def convert(name: str, value: Any) -> Any:
@@ -262,8 +283,10 @@ def _checked(config: RunConfig) -> RunConfig:
         raise ConfigError("--ray-address says where workers run: add --workers N")
     for name, choices in CHOICES.items():
         value = getattr(config, name)
-        if value is not None and value not in choices:
-            raise ConfigError(f"{name} is one of {', '.join(choices)}, not {value!r}{nearest(value, choices)}")
+        for word in value if isinstance(value, tuple) else (value,):
+            if word is not None and word not in choices:
+                raise ConfigError(f"{name} is one of {', '.join(choices)}, not {word!r}{nearest(word, choices)}")
+    pairs("columns", config.columns, "text=body,label=stars")
     return config
 
 
@@ -276,4 +299,5 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "decay": ("all", "matrices"),
     "id_order": ("hub", "lm-bff"),
     "backend": ("gloo", "nccl"),
+    "track": ("tensorboard", "wandb", "trackio"),
 }

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from mezzo.defaults import SETTINGS, shipped
 from mezzo.engines.base import Engine
+from mezzo.engines.hub import quiet
 from mezzo.errors import ConfigError
 from mezzo.files import explained, write_atomically
 
 
-def export_adapter(engine: Any, parts: Any, out: Path) -> None:
+def export_adapter(engine: Any, parts: Any, out: Path, card: str) -> None:
     """LoRA tensors as PEFT reads them (`adapter_config.json`, `adapter_model.safetensors`)."""
     from safetensors.numpy import save
 
@@ -41,18 +43,26 @@ def export_adapter(engine: Any, parts: Any, out: Path) -> None:
     _make(out)
     write_atomically(out / "adapter_model.safetensors", save(tensors, metadata={"format": "pt"}))
     write_atomically(out / "adapter_config.json", (json.dumps(settings, indent=2) + "\n").encode())
+    write_atomically(out / "README.md", card.encode())
 
 
-def export_model(engine: Any, parts: Any, out: Path) -> None:
-    """The whole model with the trained tensors in place, and its tokenizer. Complete or absent."""
+def export_model(engine: Any, parts: Any, out: Path, card: str) -> None:
+    """The whole model with the trained tensors in place, its tokenizer, its card and the settings of its base.
+
+    Complete or absent.
+    """
     _refuse_used(out)
     _make(out.parent)
     staging = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(staging, ignore_errors=True)
     with explained(out):
         try:
-            engine.merged().save_pretrained(staging)
-            parts.tokenizer.save_pretrained(staging)
+            with quiet():
+                engine.merged().save_pretrained(staging)
+                parts.tokenizer.save_pretrained(staging)
+            (staging / "README.md").write_text(card, encoding="utf-8")
+            if settings := shipped(parts.config.model):
+                (staging / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
             staging.replace(out)  # an empty folder may be replaced, and _refuse_used has seen that it is one
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -74,4 +84,4 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
-EXPORTS: dict[str, Callable[[Engine, Any, Path], None]] = {"adapter": export_adapter, "model": export_model}
+EXPORTS: dict[str, Callable[[Engine, Any, Path, str], None]] = {"adapter": export_adapter, "model": export_model}

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mezzo.snapshots import Snapshots
 METRICS = "metrics.jsonl"
 WORKERS = "workers"
 CONFIG = "config.json"
+MISTAKES = "mistakes.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class Run:
     warnings: tuple[str, ...] = field(default=())
     workers: dict[str, Any] | None = None
     """What working in parallel took: their number, bytes, the share of time they waited, and how many were lost."""
+    verdict: str = ""
+    memory_mib: int = 0
 
     @property
     def journal(self) -> Path:
@@ -76,7 +80,14 @@ class Run:
         rows.append(("time", f"{self.seconds:.0f} s, {self.forward_passes} forward passes"))
         if self.workers:
             rows.append(("workers", _workers_row(self.workers)))
-        return [*rows, ("digest", self.digest[:16])]
+        rows += [("memory", f"{self.memory_mib:,} MiB at most")] if self.memory_mib else []
+        rows.append(("digest", self.digest[:16]))
+        return [*rows, ("verdict", self.verdict)] if self.verdict else rows
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        rows = (f"<tr><th style='text-align:left'>{escape(a)}</th><td>{escape(b)}</td></tr>" for a, b in self.table())
+        return f"<table>{''.join(rows)}</table>"
 
 
 class Folder:
@@ -119,6 +130,11 @@ class Folder:
             return {}
         return found if isinstance(found, dict) else {}
 
+    def write_mistakes(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """What the tested checkpoint got wrong, one line an example."""
+        lines = [json.dumps({"step": step, **row}, ensure_ascii=False) + "\n" for row in rows]
+        write_atomically(self.path / MISTAKES, "".join(lines).encode())
+
     def note(self, event: str, values: dict[str, Any]) -> None:
         """One line of metrics, handed to the operating system at once."""
         line = json.dumps({"event": event, **finite(values)}).encode() + b"\n"
@@ -130,14 +146,20 @@ class Folder:
 
     def metrics(self) -> list[dict[str, Any]]:
         """All readable lines; one torn by a crash is passed over."""
-        path = self.path / METRICS
+        return self._lines(METRICS)
+
+    def mistakes(self) -> list[dict[str, Any]]:
+        return self._lines(MISTAKES)
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        path = self.path / name
         if not path.is_file():
             return []
         found = []
         with explained(path):
             lines = path.read_bytes().splitlines()
         for line in lines:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 found.append(json.loads(line))
         return [entry for entry in found if isinstance(entry, dict)]
 

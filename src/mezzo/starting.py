@@ -13,6 +13,8 @@ from mezzo.engines.base import Engine, Unit, Workers
 from mezzo.errors import ConfigError, JournalError
 from mezzo.estimators import Spsa
 from mezzo.evaluation import Evaluation
+from mezzo.events import Events, Observer
+from mezzo.health import Health
 from mezzo.journal import Journal, read
 from mezzo.objectives import OBJECTIVES, Objective, get_objective, imported
 from mezzo.optim import Sgd, schedule
@@ -21,14 +23,15 @@ from mezzo.parallel.opening import open_workers
 from mezzo.rebuild import bring_to, check_base
 from mezzo.rewards import Reward, Rewarded, mean_reward, text_f1
 from mezzo.run import Folder, holds_run
-from mezzo.session import Observer, Session
+from mezzo.session import Session
 from mezzo.tasks import Task, get_task
+from mezzo.trackers import Trackers, check_installed
 from mezzo.trainer import Limits, MeZOTrainer
 from mezzo.types import Batch, Prompt
 
 RESUMABLE = (
     *("steps", "time_limit", "patience", "eval_every", "eval_limit", "snapshot_minutes"),
-    *("device", "threads", "tp", "url"),
+    *("device", "threads", "tp", "url", "track"),
     *("workers", "ray_address", "worker_timeout", "check_workers", "backend"),
 )
 """What may change when a run goes on: its limits and its machine."""
@@ -130,10 +133,9 @@ def _joined(
     config = parts.config
     assert config.steps is not None and config.batch_size is not None
 
-    def notify(event: str, values: dict[str, Any]) -> None:
-        folder.note(event, values)
-        observe(event, values)
-
+    events = Events(folder, observe, Health(config.objective), Trackers())
+    events.remember(earlier)
+    events.trackers.start(config.track, folder.path, config.to_dict())
     limits = Limits(
         steps=config.steps,
         eval_every=config.eval_every or 0,
@@ -152,20 +154,21 @@ def _joined(
         limits,
         evaluate=(lambda: parts.evaluate(engine, splits.dev)) if splits.dev else None,
         snapshots=folder.snapshots,
-        notify=notify,
+        notify=events,
         start=journal.content.steps,
         history=[(e["step"], _evaluation(e)) for e in earlier if e.get("event") == "evaluation"],
     )
     if isinstance(engine, Workers):
-        told = lambda text: notify("worker", {"step": trainer.step, "text": text})  # noqa: E731
+        told = lambda text: events("worker", {"step": trainer.step, "text": text})  # noqa: E731
         engine.join(str(folder.snapshots.folder), told, folder.wanted_workers)
     known = [e for e in earlier if e.get("event") == "zero-shot"]
-    session = Session(parts, splits, engine, folder, journal, trainer, notify, splits.test, list(earlier))
+    session = Session(parts, splits, engine, folder, journal, trainer, events, splits.test, list(earlier))
     session.zero_shot = _evaluation(known[-1]) if known else None
     return session
 
 
 def _prepared(config: RunConfig, task: Task | None) -> tuple[assembly.Parts, assembly.Splits]:
+    check_installed(config.track)
     parts = assembly.prepare(config, task)
     return parts, assembly.splits_of(parts.config, parts.task)
 

@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.getloadavg()[0] > BUSY * (os.cpu_count() or 1):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     options = build().parse_args(arguments)
+    options.arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         from mezzo.cli import verbs
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mezzo import noise
-from mezzo.engines.hub import Family, fetched
+from mezzo.engines.hub import Family, fetched, quiet
 from mezzo.errors import ConfigError, ModelError
 
 
@@ -31,11 +31,7 @@ def load_model(
     else:
         auto = transformers.AutoModelForMaskedLM if family == "masked" else transformers.AutoModelForCausalLM
         extra = {}
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    progress = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.disable_progress_bar()
-    try:
+    with quiet():
         model, report = fetched(
             name,
             lambda path, **how: auto.from_pretrained(
@@ -48,10 +44,6 @@ def load_model(
                 **how,
             ),
         )
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-        if progress:
-            transformers.logging.enable_progress_bar()
     _fill_missing(model, sorted(report["missing_keys"]), name, seed, fresh_head=bool(classes))
     model.eval()
     model.requires_grad_(False)
