@@ -17,7 +17,9 @@ from mezzo.evaluation import Evaluation, judged
 from mezzo.types import Batch, Prompt
 
 
-def finetune(options: dict[str, Any], lr: float = 1e-4, epochs: int = 10, batch_size: int = 16) -> dict[str, Any]:
+def finetune(
+    options: dict[str, Any], lr: float = 3e-5, epochs: int = 10, batch_size: int = 16, dropout: float = 0.0
+) -> dict[str, Any]:
     """AdamW with a linear schedule; the epoch with the best dev value is tested, as in the zeroth-order runs."""
     config = from_mapping(options)
     parts = assembly.prepare(config)
@@ -26,6 +28,9 @@ def finetune(options: dict[str, Any], lr: float = 1e-4, epochs: int = 10, batch_
     device = device_of(config.device)
     model = load_model(config.model, parts.family).to(device).requires_grad_(True)
     words = torch.tensor(parts.readout.words, device=device)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = dropout
 
     def logits(rows: Rows) -> torch.Tensor:
         assert rows.positions is not None
@@ -48,6 +53,7 @@ def finetune(options: dict[str, Any], lr: float = 1e-4, epochs: int = 10, batch_
     best, tested, step = evaluated(dev), zero, 0
     for _ in range(epochs):
         order = rng.permutation(len(train))
+        model.train()
         for first in range(0, len(train) - size + 1, size):
             for group in optimizer.param_groups:
                 group["lr"] = lr * (1 - step / total)
@@ -58,6 +64,7 @@ def finetune(options: dict[str, Any], lr: float = 1e-4, epochs: int = 10, batch_
             torch.nn.functional.cross_entropy(logits(rows), labels).backward()
             optimizer.step()
             step += 1
+        model.eval()
         if (seen := evaluated(dev)).value > best.value:
             best, tested = seen, evaluated(test)
     return {

@@ -20,7 +20,7 @@ from typing import Any
 FILES = {
     "sst-2": ("SST-2/train.tsv", "SST-2/dev.tsv"),
     "sst-5": ("SST-5/train.txt", "SST-5/test.txt"),
-    "mr": ("MR/all.txt", "MR/all.txt"),
+    "mr": ("MR/all.txt", "MR/all.txt"),  # one file: `held_out` makes two of it
     "trec": ("TREC/train.txt", "TREC/test.txt"),
     "rte": ("RTE/train.tsv", "RTE/dev.tsv"),
 }
@@ -59,6 +59,15 @@ def one(job: dict[str, Any]) -> dict[str, Any]:
     return {**job["key"], **{k: found[k] for k in keys if k in found}, "seconds": round(time.monotonic() - began, 1)}
 
 
+def held_out(path: Path, folder: Path) -> tuple[str, str]:
+    """A file without a test part of its own, split: every fifth line is test."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    parts = {"train": [line for n, line in enumerate(lines) if n % 5], "test": lines[::5]}
+    for name, kept in parts.items():
+        (folder / f"{path.parent.name}-{name}.txt").write_bytes(b"".join(kept))
+    return str(folder / f"{path.parent.name}-train.txt"), str(folder / f"{path.parent.name}-test.txt")
+
+
 def jobs_of(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The grid, longest first, so that the last to finish are short."""
     jobs = []
@@ -83,6 +92,10 @@ def jobs_of(options: argparse.Namespace) -> list[dict[str, Any]]:
         }
         if task in ("trec", "mr"):
             chosen["encoding"] = "latin-1"
+        if task == "trec":
+            chosen["id_order"] = "lm-bff"
+        if task == "mr":
+            chosen["train"], chosen["test"] = held_out(options.data / train, options.out.parent)
         job = {"key": {"task": task, "k": int(k), "seed": int(seed), "method": method}, "options": chosen}
         extra = dict(pair.split("=") for pair in changes.split(":")) if changes else {}
         if name == "adam":

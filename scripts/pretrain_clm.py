@@ -32,7 +32,9 @@ def build(setup: Setup) -> LlamaForCausalLM:
         pad_token_id=pad,
         eos_token_id=eos,
     )
-    model = LlamaForCausalLM(config).to(setup.device)
+    make = LlamaForCausalLM
+    model = make.from_pretrained(args.start, dtype=torch.float32) if args.start else make(config)
+    model = model.to(setup.device)
     if args.compile:
         # By parts: the layers share one compiled graph, which takes seconds where the whole model takes minutes.
         for part in (model.model.norm, *model.model.layers):

@@ -30,6 +30,7 @@ def parse_options(description: str, *, lengths: str, minutes: float, ffn: int) -
     add("text", type=Path, help="text to learn from, one document a line (.txt, .xz or .gz)")
     add("--out", type=Path, required=True, help="folder to write the model and its tokenizer to")
     add("--tokenizer", type=Path, help="folder or tokenizer.json to use; without it one is trained on the text")
+    add("--start", type=Path, help="folder of a model to go on from, with its tokenizer; without it one is made")
     add("--vocab", type=int, default=8000, help="tokens of a tokenizer trained here")
     add("--max-docs", type=int, help="read no more documents than this")
     add("--layers", type=int, default=6, help="transformer layers")
@@ -45,6 +46,10 @@ def parse_options(description: str, *, lengths: str, minutes: float, ffn: int) -
     add("--weight-decay", type=float, default=0.05, help="AdamW's, on matrices")
     add("--focus", type=float, default=Mix.focus, help="share of rows around a short sentence with an opinion word")
     add("--treebank", type=float, default=Mix.treebank, help="share of rows that begin in SST-2's spelling")
+    add("--mixed", type=float, default=Mix.mixed, help="share of these that go on in plain spelling, as prompts do")
+    add("--focus-rate", type=float, default=0.35, help="masked LM: chance of an opinion word to be chosen")
+    add("--mask-rate", type=float, default=0.17, help="masked LM: chance of any other token to be chosen")
+    add("--spans", type=float, default=Mix.spans, help="share of rows that start and stop anywhere, in mid-sentence")
     add("--heldout", type=float, default=0.01, help="share of the documents, the last ones, kept for evaluation")
     add("--eval-tsv", type=Path, help="SST-2 style file (sentence, label 0 or 1) for zero-shot accuracy")
     add("--seed", type=int, default=0, help="seed of the weights and of the sampling")
@@ -56,7 +61,8 @@ def parse_options(description: str, *, lengths: str, minutes: float, ffn: int) -
         args.lengths = {int(n): float(share) for n, share in (item.split(":") for item in args.lengths.split(","))}
     except ValueError as error:
         raise SystemExit(f"error: --lengths must look like 64:0.5,128:0.5, not {args.lengths!r}") from error
-    for path in (args.text, args.tokenizer, args.eval_tsv):
+    args.tokenizer = args.tokenizer or args.start
+    for path in (args.text, args.tokenizer, args.start, args.eval_tsv):
         if path is not None and not path.exists():
             raise SystemExit(f"error: no such file: {path}")
     if args.minutes <= 0 or (args.tokens is not None and args.tokens < 1):
@@ -89,7 +95,7 @@ class Setup:
 
     @property
     def mix(self) -> Mix:
-        return Mix(self.args.focus, self.args.treebank)
+        return Mix(self.args.focus, self.args.treebank, self.args.mixed, self.args.spans)
 
     def generator(self, seed: int) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed)

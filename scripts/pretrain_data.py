@@ -187,7 +187,9 @@ class Mix:
     """What training rows are made of: shares of rows."""
 
     focus: float = 0.35  # rows around a short sentence with a focus word
-    treebank: float = 0.4  # rows that begin in treebank form; half of them go on in plain form, as prompts do
+    treebank: float = 0.4  # rows that begin in treebank form
+    mixed: float = 0.5  # of those, the share that goes on in plain form, as prompts do
+    spans: float = 0.0  # rows of the others that start and stop anywhere in a document, in mid-sentence
 
 
 def sample_rows(
@@ -207,7 +209,7 @@ def sample_rows(
     bos, pad, eos = specials
     device, count = corpus.tokens.device, corpus.first.numel()
     flat = corpus.start.flatten()  # sorted: the second form lies behind the first
-    draw = torch.rand(6, rows, device=device, generator=generator, dtype=torch.float64)
+    draw = torch.rand(7, rows, device=device, generator=generator, dtype=torch.float64)
     pivot = (draw[0] * count).long()
     if mix.focus and corpus.focus_sentences.numel():
         hit = torch.searchsorted(corpus.focus_weights, draw[0] * corpus.focus_weights[-1], right=True)
@@ -215,7 +217,7 @@ def sample_rows(
         pivot = torch.where(draw[1] < mix.focus, corpus.focus_sentences[hit], pivot)
     lead = torch.maximum(pivot - (draw[2] * (1 + length // 32)).long(), corpus.first[pivot])
     form_a = draw[3] < mix.treebank
-    form_b = form_a & (draw[4] < 0.5)
+    form_b = form_a & (draw[4] >= mix.mixed)
     room = length - (1 if fill else 2)
     a_end, b = flat[form_a * (count + 1) + pivot], flat[form_b * (count + 1) + pivot]
     a = torch.maximum(flat[form_a * (count + 1) + lead], a_end - 3 * room // 4)
@@ -229,6 +231,15 @@ def sample_rows(
         limit = torch.minimum(stop, b + room - len_a)
         sentence_end = flat[torch.searchsorted(flat, limit, right=True) - 1]
         len_b = torch.where(sentence_end > b, sentence_end, limit) - b
+        if mix.spans:
+            anywhere = draw[6] < mix.spans
+            start = (draw[0] * corpus.start[0, -1]).long()
+            inside = torch.searchsorted(corpus.start[0], start, right=True) - 1
+            form = form_a * (count + 1)  # from the same token of the sentence, or its last, in the row's form
+            begin = torch.minimum(flat[form + inside] + start - corpus.start[0, inside], flat[form + inside + 1] - 1)
+            stop = torch.minimum(begin + room, flat[form + corpus.last[inside]])
+            len_a, b = torch.where(anywhere, 0, len_a), torch.where(anywhere, begin, b)
+            len_b = torch.where(anywhere, stop - begin, len_b)
     at, len_a, size = torch.arange(-1, length - 1, device=device), len_a[:, None], (len_a + len_b)[:, None]
     source = torch.where(at < len_a, a[:, None] + at, b[:, None] - len_a + at)
     ids = corpus.tokens[source % corpus.tokens.numel()].long()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, RobertaConfig, RobertaForMaskedLM
 
-RATE, FOCUS_RATE, HELDOUT_RATE = 0.17, 0.35, 0.2
+HELDOUT_RATE = 0.2
 PROMPT = " It was<mask>."
 
 
@@ -34,7 +34,9 @@ def build(setup: Setup) -> RobertaForMaskedLM:
         pad_token_id=pad,
         eos_token_id=eos,
     )
-    model = RobertaForMaskedLM(config).to(setup.device)
+    make = RobertaForMaskedLM
+    model = make.from_pretrained(args.start, dtype=torch.float32) if args.start else make(config)
+    model = model.to(setup.device)
     if args.compile:
         # By parts: the layers share one compiled graph, which takes seconds where the whole model takes minutes.
         for part in (model.roberta.embeddings, *model.roberta.encoder.layer):
@@ -57,8 +59,9 @@ class MaskedLoss:
         self.setup, self.generator = setup, setup.generator(setup.args.seed)
         self.mask = setup.id("mask")
         focus = setup.train.focus
-        rate = FOCUS_RATE if setup.mix.focus else RATE
-        self.rates = torch.where(focus, rate, RATE).index_fill(0, special_ids(setup), 0.0)
+        self.rates = torch.where(focus, setup.args.focus_rate, setup.args.mask_rate).index_fill(
+            0, special_ids(setup), 0.0
+        )
         self.head = torch.compile(head_loss, dynamic=False) if setup.args.compile else head_loss
 
     def __call__(self, model: PreTrainedModel, rows: int, length: int) -> Tensor:
@@ -66,7 +69,7 @@ class MaskedLoss:
         ids = sample_rows(setup.train, rows, length, setup.mix, setup.specials, self.generator, fill=False)
         inputs, chosen = corrupt(ids, self.rates, self.mask, self.generator)
         # A fixed number of slots for the chosen positions: shapes stay fixed, and the wide output layer sees few rows.
-        slots = chosen.flatten().half().topk(int(0.2 * ids.numel())).indices
+        slots = chosen.flatten().half().topk(int((setup.args.mask_rate + 0.03) * ids.numel())).indices
         labels = torch.where(chosen, ids, -100).flatten()[slots]
         return self.head(model.lm_head, encode(model, inputs, setup.specials[1]).flatten(0, 1)[slots], labels)
 

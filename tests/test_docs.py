@@ -181,6 +181,8 @@ def test_the_tables_of_defaults_and_of_what_may_change_are_complete():
         row = re.search(rf"^\| {family} \| {space} \| (\S+) \| (\S+) \| (\S+) \|$", text, re.M)
         assert row, f"no row for {family} {space}"
         assert [float(cell) for cell in row.groups()] == [values[name] for name in ("lr", "eps", "weight_decay")]
+    for dtype, noise in defaults.NOISE.items():
+        assert f"\n| {dtype} | {noise} |\n" in text
     for model in bundled_models():
         for space, values in ((s, v) for s, v in defaults.shipped(model).items() if isinstance(v, dict)):
             mark = " (default)" if defaults.shipped(model).get("space") == space else ""

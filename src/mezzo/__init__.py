@@ -16,6 +16,7 @@ _LAZY = {
     "predict": "mezzo.api",
     "export": "mezzo.api",
     "verify": "mezzo.api",
+    "report": "mezzo.api",
     "open_session": "mezzo.api",
     "Run": "mezzo.run",
     "RunConfig": "mezzo.config",

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mezzo import assembly, starting
+from mezzo import assembly, reports, starting
+from mezzo.cards import card
 from mezzo.compact import MAGIC, export_compact, import_compact
-from mezzo.config import RunConfig, from_mapping, from_toml
+from mezzo.config import RunConfig, from_file, from_mapping
 from mezzo.engines.base import Engine
 from mezzo.errors import ConfigError, DataError, JournalError
 from mezzo.evaluation import Evaluation, probabilities, scores_of
+from mezzo.events import Observer
 from mezzo.files import explained
 from mezzo.journal import Content, read
 from mezzo.objectives import Objective
@@ -20,7 +22,7 @@ from mezzo.rebuild import Verified, bring_to, check_base
 from mezzo.rebuild import verify as verify_content
 from mezzo.rewards import Rewarded, text_f1
 from mezzo.run import Folder, Run
-from mezzo.session import Observer, Session
+from mezzo.session import Session
 from mezzo.tasks import Task, bundled_data, get_task, load_examples
 from mezzo.types import Batch, Example, Probe, StepRecord
 
@@ -73,8 +75,10 @@ def open_session(
         _refuse_changes({**given, **({"task": task} if task is not None else {})}, config)
         return starting.resume(resume, observe, given, function)
     rows = {name: given.pop(name) for name in ("train", "dev", "test") if not _is_path(given.get(name))}
-    values = {**(from_toml(Path(config)) if config else {}), **given}
+    values = {**(from_file(Path(config)) if config else {}), **given}
     stated = get_task(task) if isinstance(task, (Mapping, Task)) else None
+    if stated:
+        values |= {"task": assembly.saved_task(stated, resolve(values))}
     if rows:
         values |= assembly.saved_rows(rows, resolve(values), stated)
     return starting.new(resolve(values), observe, function, stated)
@@ -132,6 +136,7 @@ ASKED = (
     "words",
     "max_length",
     "id_order",
+    "columns",
     "encoding",
     "eval_limit",
     "demonstrations",
@@ -194,7 +199,8 @@ def rebuilt(path: str | Path, at: int | None = None, **changes: Any) -> tuple[En
 def best_step(path: str | Path, content: Content) -> int:
     """The position with the best dev evaluation, the last one if nothing was evaluated."""
     if not Path(path).is_dir():
-        return content.steps
+        best = content.header.get("best", content.steps)  # a compact journal knows its best step
+        return best if isinstance(best, int) and 0 <= best <= content.steps else content.steps
     looks = [
         (e["value"], -e["step"])
         for e in Folder(Path(path)).metrics()
@@ -204,6 +210,16 @@ def best_step(path: str | Path, content: Content) -> int:
         and 0 <= e["step"] <= content.steps
     ]
     return -max(looks)[1] if looks else content.steps
+
+
+def report(*runs: str | Path, out: str | Path | None = None, plots: str | Path | None = None) -> Path:
+    """Write what became of runs as one HTML page and return its path; `plots` is a folder for the charts as files."""
+    if not runs:
+        raise ConfigError("name at least one run folder to report on")
+    path, stories = reports.write_page(runs, out)
+    if plots is not None:
+        reports.write_plots(stories, Path(plots))
+    return path
 
 
 def export(
@@ -221,12 +237,14 @@ def export(
         target = Path(out) if out else Path(path) / "journal.mezzo"
         if at is not None:
             raise ConfigError("a compact journal holds the whole run; --at goes with adapter and model")
-        export_compact(content, target)
+        export_compact(content, target, best_step(path, content))
         return target
     target = Path(out) if out else Path(path) / kind
-    engine, parts = rebuilt(path, at, model=model)
+    position = best_step(path, content) if at is None else at
+    engine, parts = rebuilt(path, position, model=model)
+    events = Folder(Path(path)).metrics() if Path(path).is_dir() else []
     try:
-        EXPORTS[kind](engine, parts, target)
+        EXPORTS[kind](engine, parts, target, card(kind, content.header, events, position, content.steps))
     finally:
         engine.close()
     return target
@@ -249,7 +267,7 @@ def evaluate(
     if source is None:
         raise DataError(f"task {parts.task.name!r} has no bundled data: pass --data FILE")
     config = parts.config
-    found = load_examples(source, parts.task, split=split, id_order=config.id_order, encoding=config.encoding)
+    found = load_examples(source, parts.task, split=split, **assembly.reading(config, data is not None))
     try:
         return parts.evaluate(engine, assembly.some(found, config.eval_limit))
     finally:
@@ -288,7 +306,7 @@ def predict(
 def _row(parts: assembly.Parts, row: Any) -> Mapping[str, Any]:
     columns = parts.task.columns
     if isinstance(row, str) and len(columns) == 1:
-        return {columns[0]: row}
+        return {assembly.columns_of(parts.config).get(columns[0], columns[0]): row}
     if not isinstance(row, Mapping):
         raise DataError(
             f"a row of task {parts.task.name!r} is an object with {', '.join(columns)}, not {str(row)[:40]!r}"
@@ -297,8 +315,7 @@ def _row(parts: assembly.Parts, row: Any) -> Mapping[str, Any]:
 
 
 def _unlabelled(parts: assembly.Parts, source: Any) -> list[Example]:
-    config = parts.config
-    return load_examples(source, parts.task, labelled="ignore", id_order=config.id_order, encoding=config.encoding)
+    return load_examples(source, parts.task, labelled="ignore", **assembly.reading(parts.config))
 
 
 def _predicted(engine: Engine, parts: assembly.Parts, examples: list[Example]) -> Iterator[dict[str, Any]]:

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from mezzo import noise, starts
-from mezzo.config import RunConfig
+from mezzo import noise, rounding, starts
+from mezzo.config import RunConfig, pairs
 from mezzo.defaults import with_defaults
 from mezzo.engines import open_engine
 from mezzo.engines.base import Engine, EngineSpec
 from mezzo.engines.hub import Family, family_of, load_config, load_tokenizer, longest_input
 from mezzo.errors import ConfigError, DataError, JournalError, ModelError
-from mezzo.evaluation import Evaluation, evaluate, evaluate_texts
+from mezzo.evaluation import Evaluation, Examined, evaluate, evaluate_texts
 from mezzo.files import write_atomically
 from mezzo.space import Space
 from mezzo.tasks import Encoder, MLMConfig, Task, bundled_data, get_task, k_shot, load_examples
@@ -62,7 +62,10 @@ class Parts:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def evaluate(self, engine: Engine, examples: Sequence[Example]) -> Evaluation:
-        """The task's own metric: of predictions, or of generated answers."""
+        return self.examine(engine, examples).evaluation
+
+    def examine(self, engine: Engine, examples: Sequence[Example]) -> Examined:
+        """The task's own metric, of predictions or of generated answers, with the answers."""
         prompts = self.encode(examples)
         if self.task.kind == "generation":
             return evaluate_texts(engine, prompts, self.readout, self.decode, self.config.max_new_tokens)
@@ -142,12 +145,7 @@ def _absolute(config: RunConfig) -> dict[str, str]:
 
 def task_of(config: RunConfig, family: Family) -> Task:
     """The task with the run's own template and words in place of its own."""
-    words = [word.partition("=") for word in config.words or ()]
-    if not all(sign for _, sign, _ in words):
-        raise ConfigError(
-            f"words are label=word pairs such as negative=bad,positive=good, not {','.join(config.words or ())!r}"
-        )
-    mapping = {label.strip(): word.strip() for label, _, word in words}
+    mapping = pairs("words", config.words or (), "negative=bad,positive=good")
     return MLMConfig(config.template, cast(Any, mapping) or None).apply(get_task(config.task or "reviews", family))
 
 
@@ -156,8 +154,7 @@ def splits_of(config: RunConfig, task: Task) -> Splits:
     train_source = config.train or bundled_data(task.name, "train")
     if train_source is None:
         raise ConfigError(f"task {task.name!r} has no bundled data: pass --train FILE (and --test FILE)")
-    how: dict[str, Any] = {"id_order": config.id_order, "encoding": config.encoding}
-    train = load_examples(train_source, task, split="train", **how)
+    train = load_examples(train_source, task, split="train", **reading(config, config.train))
     seed = config.seed if config.data_seed is None else config.data_seed
     bundled = config.train is None
     dev_source = config.dev or (bundled_data(task.name, "dev") if bundled else None)
@@ -166,12 +163,24 @@ def splits_of(config: RunConfig, task: Task) -> Splits:
     if config.k:
         train, dev = k_shot(train, config.k, seed % 2**32, labels=task.labels)
     if dev_source:
-        dev = load_examples(dev_source, task, split="dev", **how)
+        dev = load_examples(dev_source, task, split="dev", **reading(config, config.dev))
     elif not config.k:
         train, dev = _held_out(train, seed)
-    test = load_examples(test_source, task, split="test", **how) if test_source else dev
+    test = load_examples(test_source, task, split="test", **reading(config, config.test)) if test_source else dev
     cut = config.eval_limit
     return Splits(some(train, config.train_limit), some(dev, cut), some(test, cut), test_source is not None)
+
+
+def reading(config: RunConfig, given: object = True) -> dict[str, Any]:
+    """How data that the user gave is read: what integer labels mean, which column is which, how text is encoded."""
+    if not given:  # it comes with the package
+        return {}
+    return {"id_order": config.id_order, "encoding": config.encoding, "columns": columns_of(config)}
+
+
+def columns_of(config: RunConfig) -> dict[str, str]:
+    """Task column → column of the data, where the user says it."""
+    return pairs("columns", config.columns, "text=body,label=stars")
 
 
 def some(examples: list[Example], limit: int | None) -> list[Example]:
@@ -184,12 +193,11 @@ def some(examples: list[Example], limit: int | None) -> list[Example]:
 def saved_rows(rows: dict[str, Any], config: RunConfig, task: Task | None) -> dict[str, str]:
     """Examples given in Python as files beside the run, named by their content: a run can be resumed only from files."""
     task = task or task_of(config, family_of(load_config(config.model, config.remote_code)))
-    folder = (Path(config.out).parent if config.out else Path("runs")) / "data"
-    paths = {}
+    folder = _beside(config)
+    named, paths = columns_of(config), {}
     for name, source in rows.items():
-        lines = [
-            json.dumps(_row(example, task), ensure_ascii=False) for example in load_examples(source, task, split=name)
-        ]
+        found = load_examples(source, task, split=name, id_order=config.id_order, columns=named)
+        lines = [json.dumps(_row(example, task, named), ensure_ascii=False) for example in found]
         data = "".join(line + "\n" for line in lines).encode()
         path = folder / f"{name}-{hashlib.sha256(data).hexdigest()[:12]}.jsonl"
         write_atomically(path, data)
@@ -197,12 +205,24 @@ def saved_rows(rows: dict[str, Any], config: RunConfig, task: Task | None) -> di
     return paths
 
 
-def _row(example: Example, task: Task) -> dict[str, Any]:
+def saved_task(task: Task, config: RunConfig) -> str:
+    """A task given in Python as a file beside the run, so that the run's config.json names it."""
+    data = (json.dumps(task.as_dict(), indent=2, ensure_ascii=False) + "\n").encode()
+    path = _beside(config) / f"task-{hashlib.sha256(data).hexdigest()[:12]}.json"
+    write_atomically(path, data)
+    return os.path.abspath(path)
+
+
+def _beside(config: RunConfig) -> Path:
+    return (Path(config.out).parent if config.out else Path("runs")) / "data"
+
+
+def _row(example: Example, task: Task, named: dict[str, str]) -> dict[str, Any]:
     """An example as a line of data: its label by name, so that no order of ids is needed to read it back."""
-    if task.kind == "generation":
-        return dict(example.fields)
-    label: Any = task.labels[example.label] if task.kind == "classification" else example.label
-    return {**example.fields, task.label_column: label}
+    row = dict(example.fields)
+    if task.kind != "generation":
+        row[task.label_column] = task.labels[example.label] if task.kind == "classification" else example.label
+    return {named.get(column, column): value for column, value in row.items()}
 
 
 def _held_out(train: list[Example], seed: int) -> tuple[list[Example], list[Example]]:
@@ -249,8 +269,12 @@ def _prefix_ids(config: RunConfig) -> tuple[int, ...]:
 
 
 def engine_for(config: RunConfig, family: Family, classes: int, pad_id: int | None) -> Engine:
-    """The run's engine, its trained tensors at the base."""
-    spec = EngineSpec(
+    """The run's engine in this process, its trained tensors at the base."""
+    return open_engine(config.engine, spec_of(config, family, classes, pad_id))
+
+
+def spec_of(config: RunConfig, family: Family, classes: int, pad_id: int | None) -> EngineSpec:
+    return EngineSpec(
         model=config.model,
         family=family,
         space=space_of(config),
@@ -263,13 +287,13 @@ def engine_for(config: RunConfig, family: Family, classes: int, pad_id: int | No
         cache_mb=config.cache_mb,
         prefix_ids=_prefix_ids(config) if config.space == "prefix" else (),
         device=config.device,
+        dtype=config.dtype,
         threads=config.threads,
         remote_code=config.remote_code,
         quantize=config.quantize,
         tp=config.tp,
         urls=config.url,
     )
-    return open_engine(config.engine, spec)
 
 
 def header_of(parts: Parts, engine: Engine, train: Sequence[Prompt]) -> dict[str, Any]:
@@ -288,6 +312,8 @@ def header_of(parts: Parts, engine: Engine, train: Sequence[Prompt]) -> dict[str
             for t in engine.trained
         ],
         "noise": noise.VERSION,
+        "dtype": config.dtype,
+        "rounding": rounding.VERSION,
         "unit": {"rows": engine.unit.rows, "members": engine.unit.members, "pad_to": engine.unit.pad_to},
         "data": data_digest(train),
         "engine": engine.describe(),
@@ -299,6 +325,8 @@ def check_header(header: dict[str, Any], parts: Parts, train: Sequence[Prompt]) 
     """A resumed run must see the same noise and the same data."""
     if header.get("noise") != noise.VERSION:
         raise JournalError(f"the run uses noise {header.get('noise')!r}; this mezzo makes {noise.VERSION!r}")
+    if parts.config.dtype in rounding.SHORT and header.get("rounding") != rounding.VERSION:
+        raise JournalError(f"the run rounds by {header.get('rounding')!r}; this mezzo by {rounding.VERSION!r}")
     if header.get("data") != data_digest(train):
         raise JournalError("the training data has changed since the run began; restore it, or start a new run")
 

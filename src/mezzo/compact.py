@@ -22,8 +22,11 @@ LARGEST_HEADER = 64 * 2**20  # bytes; what a stranger's file may unpack to is de
 MOST_TERMS = 4_000_000  # steps times samples
 
 
-def export_compact(content: Content, path: Path) -> int:
-    """Write the journal without losses: header, float32 coefficients, keeps. Returns the file's size."""
+def export_compact(content: Content, path: Path, best: int | None = None) -> int:
+    """Write the journal without losses: header, float32 coefficients, keeps. Returns the file's size.
+
+    `best` is the position that a reader takes without being told another.
+    """
     try:
         seed, samples = int(content.header["seed"]), int(content.header["samples"])
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -42,7 +45,8 @@ def export_compact(content: Content, path: Path) -> int:
             )
         coefs[record.step] = [coef for _, coef in record.update.terms]
         keeps[record.step] = record.update.keep
-    header = {**content.header, "steps": content.steps, "marks": {str(k): v for k, v in content.marks.items()}}
+    known = {} if best is None else {"best": best}
+    header = {**content.header, **known, "steps": content.steps, "marks": {str(k): v for k, v in content.marks.items()}}
     parts = [zlib.compress(part, 9) for part in (json.dumps(header).encode(), _planes(coefs), _planes(keeps))]
     body = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     data = MAGIC + zlib.crc32(body).to_bytes(4, "little") + body

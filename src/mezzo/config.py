@@ -7,6 +7,7 @@ value is what the run folder keeps.
 from __future__ import annotations
 
 import dataclasses
+import json
 import tomllib
 import types
 import typing
@@ -29,7 +30,9 @@ class RunConfig:
     model: str = option("model", "mezzo/roberta-mini", "bundled name, local folder or hub name")
     engine: str = option("model", "torch", "what runs the model: torch, sglang")
     device: str = option("model", "auto", "cpu, cuda, or auto: a GPU if there is one")
-    dtype: str = option("model", "float32", "type of the weights: float32")
+    dtype: str = option(
+        "model", "float32", "type of the weights: float32, bfloat16, float16; a CPU computes in float32"
+    )
     quantize: str | None = option(
         "model", None, "keep the frozen base in 8bit or 4bit, by bitsandbytes; with --space lora or prefix"
     )
@@ -48,6 +51,18 @@ class RunConfig:
     )
     remote_code: bool = option("model", False, "allow code that comes with a hub model to run")
 
+    workers: int | None = option(
+        "workers", None, "processes that share each step's forward passes [none: this process]"
+    )
+    ray_address: str | None = option(
+        "workers", None, "let Ray run the workers: an address, auto, or local for a Ray of its own"
+    )
+    worker_timeout: float | None = option(
+        "workers", None, "seconds after which a silent worker is replaced [by measured times]"
+    )
+    check_workers: int = option("workers", 100, "steps between comparisons of the workers' weights and scores; 0 never")
+    backend: str = option("workers", "gloo", "how the ranks of torchrun talk: gloo, nccl")
+
     task: str | None = option("task", None, "task name or TOML file; see 'mezzo tasks' [reviews with the bundled data]")
     train: str | None = option("task", None, "training data: jsonl, json, csv, tsv, txt, parquet, or a k-shot folder")
     dev: str | None = option("task", None, "data that chooses the best checkpoint [a part of train is held out]")
@@ -56,6 +71,9 @@ class RunConfig:
     data_seed: int | None = option("task", None, "seed of the k-shot sample [the run's seed]")
     id_order: str | None = option(
         "task", None, "whose numbering integer labels follow, where sources differ: hub, lm-bff"
+    )
+    columns: tuple[str, ...] = option(
+        "task", (), "which column of the data is which of the task's, e.g. text=body,label=stars [found by name]"
     )
     encoding: str = option("task", "utf-8", "how the data files encode text, e.g. latin-1")
     template: str | None = option("task", None, "prompt, e.g. '{text} It was [MASK].' [the task's]")
@@ -79,8 +97,10 @@ class RunConfig:
     prefix_tokens: int = option("space", 5, "length of a prefix: trained keys and values per layer")
     only: tuple[str, ...] = option("space", (), "of the space, train only tensors that match these patterns")
     layers: str = option("space", "", "of the space, train only these layers, e.g. 4: for the upper ones")
-    noise: str = option(
-        "space", "rademacher", "direction: rademacher (±1), gaussian, or lowrank (±1 factors on matrices)"
+    noise: str | None = option(
+        "space",
+        None,
+        "direction: rademacher (±1), gaussian, or lowrank (±1 factors on matrices) [rademacher; lowrank in bfloat16]",
     )
     noise_rank: int = option("space", 8, "rank of lowrank noise")
 
@@ -105,6 +125,7 @@ class RunConfig:
     patience: int = option("run", 0, "stop after this many evaluations without improvement; 0 never")
     time_limit: float | None = option("run", None, "stop after this many minutes; the run can be resumed")
     snapshot_minutes: float = option("run", 5.0, "minutes between snapshots, which make resuming faster")
+    track: tuple[str, ...] = option("run", (), "also log to tensorboard, wandb or trackio, where installed")
 
     def replace(self, **changes: Any) -> RunConfig:
         return dataclasses.replace(self, **changes)
@@ -137,14 +158,30 @@ def flatten(values: Mapping[str, Any], source: str = "option") -> dict[str, Any]
     return flat
 
 
-def from_toml(path: Path) -> dict[str, Any]:
-    """The options of a TOML file, by their own names."""
+def from_file(path: Path) -> dict[str, Any]:
+    """The options of a TOML file, or of the `config.json` of a run (or its folder): that run again, in a new folder."""
+    path = path / "config.json" if path.is_dir() else path
     try:
-        return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except (ValueError, RecursionError) as error:  # what both readers raise, and text that is not UTF-8
+        kind = "JSON" if path.suffix == ".json" else "TOML"
+        raise ConfigError(f"{path} is not valid {kind}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no options: a configuration is an object of names and values")
+    if path.suffix == ".json":
+        values = {name: value for name, value in values.items() if value is not None and name != "out"}
+    return flatten(values)
+
+
+def pairs(name: str, words: tuple[str, ...], example: str) -> dict[str, str]:
+    """An option of `key=value` pairs as a dict."""
+    split = [word.partition("=") for word in words]
+    if not all(key.strip() and value.strip() for key, _, value in split):
+        raise ConfigError(f"{name} are pairs such as {example}, not {','.join(words)!r}")
+    return {key.strip(): value.strip() for key, _, value in split}
 
 
 def convert(name: str, value: Any) -> Any:
@@ -223,6 +260,7 @@ def _checked(config: RunConfig) -> RunConfig:
         "eval_every",
         "threads",
         "max_new_tokens",
+        "workers",
     )
     for name in positive + ("train_limit", "eval_limit"):
         value = getattr(config, name)
@@ -232,11 +270,21 @@ def _checked(config: RunConfig) -> RunConfig:
         value = getattr(config, name)
         if value is not None and value > most:
             raise ConfigError(f"{name} must be at most {most}, not {value}")
-    for name in ("eps", "time_limit", "alpha"):
+    for name in ("eps", "time_limit", "alpha", "worker_timeout"):
         value = getattr(config, name)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{name} must be positive, not {value}")
-    for name in ("lr", "weight_decay", "clip", "warmup", "patience", "demonstrations", "snapshot_minutes", "cache_mb"):
+    for name in (
+        "lr",
+        "weight_decay",
+        "clip",
+        "warmup",
+        "patience",
+        "demonstrations",
+        "snapshot_minutes",
+        "check_workers",
+        "cache_mb",
+    ):
         value = getattr(config, name)
         if value is not None and not 0 <= value < float("inf"):
             raise ConfigError(f"{name} must not be negative, not {value}")
@@ -248,10 +296,14 @@ def _checked(config: RunConfig) -> RunConfig:
         raise ConfigError("--url and --tp belong to SGLang: add --engine sglang")
     if config.engine != "torch" and config.quantize:
         raise ConfigError("--quantize belongs to the torch engine; a server loads its model as it was told to")
+    if config.ray_address and not config.workers:
+        raise ConfigError("--ray-address says where workers run: add --workers N")
     for name, choices in CHOICES.items():
         value = getattr(config, name)
-        if value is not None and value not in choices:
-            raise ConfigError(f"{name} is one of {', '.join(choices)}, not {value!r}{nearest(value, choices)}")
+        for word in value if isinstance(value, tuple) else (value,):
+            if word is not None and word not in choices:
+                raise ConfigError(f"{name} is one of {', '.join(choices)}, not {word!r}{nearest(word, choices)}")
+    pairs("columns", config.columns, "text=body,label=stars")
     return config
 
 
@@ -261,10 +313,12 @@ MOST = {"samples": 4096, "threads": 1024, "tp": 1024, "demonstrations": 1024, "m
 CHOICES: dict[str, tuple[str, ...]] = {
     "engine": ("torch", "sglang"),
     "quantize": ("8bit", "4bit"),
-    "dtype": ("float32",),
+    "dtype": ("float32", "bfloat16", "float16"),
     "readout": ("auto", "words", "head", "candidates"),
     "noise": ("rademacher", "gaussian", "lowrank"),
     "schedule": ("constant", "linear", "cosine"),
     "decay": ("all", "matrices"),
     "id_order": ("hub", "lm-bff"),
+    "backend": ("gloo", "nccl"),
+    "track": ("tensorboard", "wandb", "trackio"),
 }

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
-from mezzo.config import RunConfig
+from mezzo.config import RunConfig, from_mapping
+from mezzo.engines.hub import BUNDLED
+from mezzo.errors import ConfigError, ModelError
 
 STEPS = 1000
 BATCH = {"masked": 64, "causal": 16}
@@ -25,13 +28,36 @@ PUBLISHED: dict[tuple[str, str], dict[str, float]] = {
     ("causal", "head"): {"lr": 1e-4, "eps": 1e-3, "weight_decay": 0.0},
 }
 
+# In bfloat16 a matrix W ± εz made in scratch realises z with an error of an eighth at ε = 1e-3 (weights about 0.02); the
+# low-rank term is added to activations instead. LoRA factors are float32, and their noise is dense.
+NOISE = {"float32": "rademacher", "float16": "rademacher", "bfloat16": "lowrank"}
+
+
+SUITABLE = ("lr", "eps", "weight_decay", "schedule", "batch_size", "steps")
+SETTINGS = "mezzo.json"
+"""The file beside a model's weights that says what suits it."""
+
 
 def shipped(model: str) -> dict[str, Any]:
-    """What a bundled model's `mezzo.json` says, by space; empty for other models."""
-    if not model.startswith("mezzo/"):
+    """What the `mezzo.json` of a bundled model, or of a model folder, says by space; empty where there is none."""
+    bundled = model.startswith(BUNDLED)
+    folder = resources.files("mezzo") / "bundled" / "models" / model.removeprefix(BUNDLED) if bundled else Path(model)
+    file = folder / SETTINGS
+    if not file.is_file():
         return {}
-    file = resources.files("mezzo") / "bundled" / "models" / model.removeprefix("mezzo/") / "mezzo.json"
-    return dict(json.loads(file.read_text())) if file.is_file() else {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return {name: _checked(value) if name != "space" else str(value) for name, value in found.items()}
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError, ConfigError) as error:
+        raise ModelError(f"{file} cannot be used: {error}; mend or delete it") from None
+
+
+def _checked(values: dict[str, Any]) -> dict[str, Any]:
+    """A space's settings as options of a run: a folder may come from a stranger."""
+    if strange := sorted(set(values) - set(SUITABLE)):
+        raise ConfigError(f"{', '.join(strange)} cannot be set there, only {', '.join(SUITABLE)}")
+    named = {name: value for name, value in values.items() if value is not None}
+    return {name: getattr(from_mapping(named), name) for name in named}
 
 
 def with_defaults(config: RunConfig, family: str) -> RunConfig:
@@ -43,6 +69,7 @@ def with_defaults(config: RunConfig, family: str) -> RunConfig:
     chosen: dict[str, Any] = {
         "steps": STEPS,
         "schedule": "constant",
+        "noise": NOISE[config.dtype],
         "batch_size": BATCH[family],
         **PUBLISHED[family, space],
     }

@@ -20,7 +20,7 @@ from mezzo.types import Batch, Probe, Prompt, Readout
 Z95 = 1.959964
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Evaluation:
     """A model on a set of examples. `metric` names `value`; `interval` is its 95% confidence interval."""
 
@@ -39,6 +39,19 @@ class Evaluation:
         low, high = self.interval
         return f"{self.metric} {self.value:.1%} [{low:.1%}, {high:.1%}] on {self.n} examples"
 
+    def __repr__(self) -> str:
+        return f"<{self}, loss {self.loss:.4f}, calibrated {self.calibrated:.1%}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """An evaluation with what it was made from: scores[B, C] or generated texts, and which examples were right."""
+
+    evaluation: Evaluation
+    right: tuple[bool, ...]
+    scores: npt.NDArray[np.float64] | None = None
+    texts: tuple[str, ...] | None = None
+
 
 def scores_of(engine: Engine, prompts: Sequence[Prompt], readout: Readout) -> npt.NDArray[np.float64]:
     """scores[B, C] of the unperturbed model."""
@@ -51,7 +64,7 @@ def evaluate(
     readout: Readout,
     metric: str = "accuracy",
     more: Sequence[Sequence[Prompt]] = (),
-) -> Evaluation:
+) -> Examined:
     """Evaluate labelled prompts; `more` are the same examples with other demonstrations, whose scores are averaged in."""
     if not prompts:
         raise DataError("there are no examples to evaluate")
@@ -60,12 +73,13 @@ def evaluate(
     if more:
         drawn = [scores, *(scores_of(engine, others, readout) for others in more)]
         scores = np.mean([each - log_sum_exp(each) for each in drawn], axis=0)
-    return judged(scores, batch, metric)
+    right = scores.argmax(axis=1) == batch.labels
+    return Examined(judged(scores, batch, metric), tuple(right.tolist()), scores)
 
 
 def evaluate_texts(
     engine: Engine, prompts: Sequence[Prompt], readout: Readout, decode: Decode, max_new_tokens: int
-) -> Evaluation:
+) -> Examined:
     """Evaluate generated answers: mean F1 of words, with exact match as the accuracy and the answers' LM loss."""
     if not prompts:
         raise DataError("there are no examples to evaluate")
@@ -73,10 +87,12 @@ def evaluate_texts(
     loss = float(cross_entropy(engine.score(batch, [Probe()]), batch)[0])
     texts = Rewarded(engine, decode, text_f1, max_new_tokens).texts(batch, [Probe()])[0]
     values = np.array([text_f1(text, prompt) for text, prompt in zip(texts, prompts, strict=True)])
-    exact = float(np.mean([exact_match(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]))
+    exact = [exact_match(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
     half = Z95 * float(values.std()) / math.sqrt(len(values))
     mean = float(values.mean())
-    return Evaluation("f1", mean, (max(0.0, mean - half), min(1.0, mean + half)), exact, loss, len(values), mean)
+    interval = (max(0.0, mean - half), min(1.0, mean + half))
+    found = Evaluation("f1", mean, interval, float(np.mean(exact)), loss, len(values), mean)
+    return Examined(found, tuple(bool(one) for one in exact), texts=tuple(texts))
 
 
 def judged(scores: npt.NDArray[np.float64], batch: Batch, metric: str) -> Evaluation:

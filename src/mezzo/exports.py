@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from mezzo.defaults import SETTINGS, shipped
 from mezzo.engines.base import Engine
+from mezzo.engines.hub import quiet
 from mezzo.errors import ConfigError
 from mezzo.files import explained, write_atomically
 
 
-def export_adapter(engine: Any, parts: Any, out: Path) -> None:
+def export_adapter(engine: Any, parts: Any, out: Path, card: str) -> None:
     """What was trained, without the base model: LoRA for PEFT, a prefix for `load_prefix`."""
     write = {"lora": _export_lora, "prefix": _export_prefix}.get(engine.space.kind)
     if write is None:
@@ -25,6 +27,7 @@ def export_adapter(engine: Any, parts: Any, out: Path) -> None:
         )
     _refuse_used(out)
     write(engine, parts, out)
+    write_atomically(out / "README.md", card.encode())
 
 
 def _export_lora(engine: Any, parts: Any, out: Path) -> None:
@@ -69,8 +72,11 @@ def load_prefix(model: Any, folder: str | Path) -> Any:
     return model
 
 
-def export_model(engine: Any, parts: Any, out: Path) -> None:
-    """The whole model with the trained tensors in place, and its tokenizer. Complete or absent."""
+def export_model(engine: Any, parts: Any, out: Path, card: str) -> None:
+    """The whole model with the trained tensors in place, its tokenizer, its card and the settings of its base.
+
+    Complete or absent.
+    """
     _refuse_used(out)
     _make(out.parent)
     merged = engine.merged()
@@ -78,8 +84,12 @@ def export_model(engine: Any, parts: Any, out: Path) -> None:
         staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))  # nobody can have left a link there
         staging.chmod(0o755)
         try:
-            merged.save_pretrained(staging)
-            parts.tokenizer.save_pretrained(staging)
+            with quiet():
+                merged.save_pretrained(staging)
+                parts.tokenizer.save_pretrained(staging)
+            (staging / "README.md").write_text(card, encoding="utf-8")
+            if settings := shipped(parts.config.model):
+                (staging / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
             staging.replace(out)  # an empty folder may be replaced, and _refuse_used has seen that it is one
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -102,4 +112,4 @@ def _make(folder: Path) -> None:
 
 
 PREFIX_FORMAT = "mezzo-prefix-1"
-EXPORTS: dict[str, Callable[[Engine, Any, Path], None]] = {"adapter": export_adapter, "model": export_model}
+EXPORTS: dict[str, Callable[[Engine, Any, Path, str], None]] = {"adapter": export_adapter, "model": export_model}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mezzo.engines.base import Engine
+from mezzo.engines.base import Engine, Workers
 from mezzo.errors import JournalError
 from mezzo.journal import Content
 from mezzo.snapshots import Snapshots, Tensors
 from mezzo.starts import taken_up
+from mezzo.types import Update
 
 REPLAY = 1000  # updates handed to the engine at once
 
@@ -34,16 +36,27 @@ def bring_to(engine: Engine, content: Content, at: int, snapshots: Snapshots | N
     records = content.records
     if not 0 <= at <= len(records):
         raise JournalError(f"the journal holds steps 0 to {len(records)}; there is no step {at}")
-    start = _from_snapshot(engine, content, at, snapshots) if snapshots else 0
-    for first in range(start, at, REPLAY):
-        engine.apply([record.update for record in records[first : min(at, first + REPLAY)]])
+    updates = [record.update for record in records[:at]]
+    if isinstance(engine, Workers):
+        engine.go_to(updates, content.marks, str(snapshots.folder) if snapshots else None)
+    else:
+        replay(engine, updates, content.marks, snapshots)
 
 
-def _from_snapshot(engine: Engine, content: Content, at: int, snapshots: Snapshots) -> int:
+def replay(
+    engine: Engine, updates: Sequence[Update], marks: Mapping[int, str], snapshots: Snapshots | None = None
+) -> None:
+    """Apply a journal's updates; with snapshots, which belong to a way from the base, only those behind the newest."""
+    start = _from_snapshot(engine, len(updates), marks, snapshots) if snapshots else 0
+    for first in range(start, len(updates), REPLAY):
+        engine.apply(updates[first : first + REPLAY])
+
+
+def _from_snapshot(engine: Engine, at: int, marks: Mapping[int, str], snapshots: Snapshots) -> int:
     """The newest snapshot whose digest is the one the journal recorded at that step; its own word is not enough."""
     initial: Tensors | None = None
     for step in snapshots.steps():
-        if step > at or step not in content.marks or (found := snapshots.load(step)) is None:
+        if step > at or step not in marks or (found := snapshots.load(step)) is None:
             continue
         initial = initial or engine.state()
         tensors, _ = found
@@ -51,7 +64,7 @@ def _from_snapshot(engine: Engine, content: Content, at: int, snapshots: Snapsho
             engine.load_state(tensors)
         except JournalError:
             continue
-        if engine.digest() == content.marks[step]:
+        if engine.digest() == marks[step]:
             return step
     if initial:
         engine.load_state(initial)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from mezzo.journal import NAME as JOURNAL
 from mezzo.snapshots import Snapshots
 
 METRICS = "metrics.jsonl"
+WORKERS = "workers"
 CONFIG = "config.json"
-FILES = (JOURNAL, METRICS, CONFIG, "snapshots")
+MISTAKES = "mistakes.jsonl"
+FILES = (JOURNAL, METRICS, CONFIG, MISTAKES, "snapshots")
 LONGEST_NAME = 60
 
 
@@ -43,6 +46,10 @@ class Run:
     forward_passes: int = 0
     stopped: str = ""
     warnings: tuple[str, ...] = field(default=())
+    workers: dict[str, Any] | None = None
+    """What working in parallel took: their number, bytes, the share of time they waited, and how many were lost."""
+    verdict: str = ""
+    memory_mib: int = 0
 
     @property
     def journal(self) -> Path:
@@ -74,7 +81,16 @@ class Run:
         if self.skipped_steps:
             rows.append(("skipped steps", str(self.skipped_steps)))
         rows.append(("time", f"{self.seconds:.0f} s, {self.forward_passes} forward passes"))
-        return [*rows, ("digest", self.digest[:16])]
+        if self.workers:
+            rows.append(("workers", _workers_row(self.workers)))
+        rows += [("memory", f"{self.memory_mib:,} MiB at most")] if self.memory_mib else []
+        rows.append(("digest", self.digest[:16]))
+        return [*rows, ("verdict", self.verdict)] if self.verdict else rows
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        rows = (f"<tr><th style='text-align:left'>{escape(a)}</th><td>{escape(b)}</td></tr>" for a, b in self.table())
+        return f"<table>{''.join(rows)}</table>"
 
 
 class Folder:
@@ -92,12 +108,11 @@ class Folder:
         with explained(path):
             path.mkdir(parents=True, exist_ok=True)
             refuse_links(path, FILES)
-            if (path / JOURNAL).is_file():
-                if (path / JOURNAL).stat().st_size:
-                    raise JournalError(
-                        f"{path} holds a run already: continue it with --resume {path}, or choose another --out"
-                    )
-            elif any(path.iterdir()):
+            if holds_run(path):
+                raise JournalError(
+                    f"{path} holds a run already: continue it with --resume {path}, or choose another --out"
+                )
+            if not (path / JOURNAL).is_file() and any(path.iterdir()):
                 raise ConfigError(f"--out {path} is not empty; choose a new folder")
         return cls(path)  # what has an empty journal died while it was created: nothing in it counts
 
@@ -120,6 +135,11 @@ class Folder:
             return {}
         return found if isinstance(found, dict) else {}
 
+    def write_mistakes(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """What the tested checkpoint got wrong, one line an example."""
+        lines = [json.dumps({"step": step, **row}, ensure_ascii=False) + "\n" for row in rows]
+        write_atomically(self.path / MISTAKES, "".join(lines).encode())
+
     def note(self, event: str, values: dict[str, Any]) -> None:
         """One line of metrics, handed to the operating system at once."""
         line = json.dumps({"event": event, **finite(values)}).encode() + b"\n"
@@ -131,7 +151,13 @@ class Folder:
 
     def metrics(self) -> list[dict[str, Any]]:
         """All readable lines; one torn by a crash is passed over."""
-        path = self.path / METRICS
+        return self._lines(METRICS)
+
+    def mistakes(self) -> list[dict[str, Any]]:
+        return self._lines(MISTAKES)
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        path = self.path / name
         if not path.is_file():
             return []
         found = []
@@ -149,10 +175,35 @@ class Folder:
         write_atomically(self.path / METRICS, data)
         return kept
 
+    def want_workers(self, count: int) -> None:
+        """Ask a running driver for another number of workers."""
+        write_atomically(self.path / WORKERS, b"%d\n" % count)
+
+    def wanted_workers(self) -> int | None:
+        """How many workers were asked for since the run began; None when nobody asked, or not for a number."""
+        try:
+            count = int((self.path / WORKERS).read_bytes())
+        except (OSError, ValueError):
+            return None
+        return count if count > 0 else None
+
     def close(self) -> None:
         if self._metrics >= 0:
             os.close(self._metrics)
             self._metrics = -1
+
+
+def holds_run(path: Path) -> bool:
+    """Whether a run has begun in this folder; what has an empty journal died while it was created."""
+    return (path / JOURNAL).is_file() and (path / JOURNAL).stat().st_size > 0
+
+
+def _workers_row(workers: dict[str, Any]) -> str:
+    kilobytes, waiting = workers["bytes_per_step"] / 1000, workers["waiting"]
+    row = f"{workers['count']}: {kilobytes:.1f} kB a step, waiting {waiting:.0%} of their time"
+    for name, word in (("lost", "lost and replaced"), ("rebuilt", "rebuilt because they differed")):
+        row += f"; {workers[name]} {word}" if workers[name] else ""
+    return row
 
 
 def _position(entry: dict[str, Any]) -> int:

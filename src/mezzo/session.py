@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from mezzo import assembly
-from mezzo.engines.base import Engine
-from mezzo.evaluation import Evaluation
+from mezzo.engines import memory
+from mezzo.engines.base import Engine, Workers
+from mezzo.errors import MezzoError
+from mezzo.evaluation import Evaluation, Examined
+from mezzo.events import Events
+from mezzo.health import verdict
 from mezzo.journal import Journal, read
+from mezzo.mistakes import mistakes
 from mezzo.rebuild import bring_to, check_base
 from mezzo.run import Folder, Run
 from mezzo.trainer import MeZOTrainer
 from mezzo.types import Example, StepRecord
 
-Observer = Callable[[str, dict[str, Any]], None]
 LOOK_AT, STILL = 50, 1e-3
 """After this many steps, an expected movement of the weights below this share of their size is warned about."""
 
@@ -34,12 +40,11 @@ class Session:
     folder: Folder
     journal: Journal
     trainer: MeZOTrainer
-    observe: Observer
+    observe: Events
     test: list[Example]
     earlier: list[dict[str, Any]] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
     zero_shot: Evaluation | None = None
-    warnings: list[str] = field(default_factory=list)
     _slopes: list[float] = field(default_factory=list)
 
     # ---- before the first step
@@ -49,6 +54,10 @@ class Session:
         self._announce(train)
         if self.zero_shot is None:
             self._evaluate_zero_shot()
+
+    def note_command(self, words: list[str]) -> None:
+        """What a person typed, for the report."""
+        self.folder.note("command", {"step": self.trainer.start, "text": shlex.join(words)})
 
     def _announce(self, train: int) -> None:
         engine = self.engine.describe()
@@ -71,11 +80,11 @@ class Session:
     def _evaluate_zero_shot(self) -> None:
         """The model as it came, before any step; a resumed run has it in its metrics."""
         if self.trainer.start == 0 and self.test:
-            self.zero_shot = self._tested()
+            self.zero_shot = self._tested().evaluation
             self.observe("zero-shot", {"step": 0, **self.zero_shot.to_dict()})
 
-    def _tested(self) -> Evaluation:
-        return self.parts.evaluate(self.engine, self.test)
+    def _tested(self) -> Examined:
+        return self.parts.examine(self.engine, self.test)
 
     # ---- running
 
@@ -83,10 +92,14 @@ class Session:
         """Train; every record has been noted in the metrics when it arrives."""
         try:
             for record in self.trainer.run():
-                self.observe("step", _step_line(record, time.monotonic() - self.began))
+                cost = self.engine.step_cost() if isinstance(self.engine, Workers) else {}
+                self.observe("step", _step_line(record, time.monotonic() - self.began) | cost)
                 self._warn_if_standing_still(record)
                 yield record
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, MezzoError):
+                with contextlib.suppress(MezzoError):  # the disk may be what failed
+                    self.observe("failed", {"step": self.trainer.step, "text": str(error)})
             self.close()
             raise
 
@@ -102,14 +115,12 @@ class Session:
         count = sum(value.size for value in values)
         scale = math.sqrt(sum(float(np.square(value, dtype=np.float64).sum()) for value in values) / max(1, count))
         if moved < STILL * scale:
-            self.warn(
+            self.observe.warn(
+                record.step,
                 f"--lr {peak:g} is very small for space {self.parts.config.space!r}: the whole run will move a weight by "
-                f"about {moved:.1g}, and weights are about {scale:.1g}. A larger --lr will learn faster"
+                f"about {moved:.1g}, and weights are about {scale:.1g}. A larger --lr will learn faster",
+                "too slow",
             )
-
-    def warn(self, text: str) -> None:
-        self.warnings.append(text)
-        self.observe("warning", {"step": self.trainer.step, "text": text})
 
     def result(self) -> Run:
         """Test the best checkpoint and sum the run up."""
@@ -119,13 +130,16 @@ class Session:
         tested: Evaluation | None = None
         if self.test:
             self._go_to(best)
-            tested = self._tested()
+            examined = self._tested()
+            tested = examined.evaluation
+            self.folder.write_mistakes(best, mistakes(self.test, examined, self.parts.task))
         records = read(self.folder.path).records
         zero = sum(all(slope == 0 for slope in record.slopes) for record in records)
         skipped = sum(bool(record.skipped) for record in records)
         if skipped:
-            self.warn(
-                f"{skipped} of {steps} steps had no finite loss and were skipped: a smaller --lr or --eps may help"
+            self.observe.warn(
+                steps,
+                f"{skipped} of {steps} steps had no finite loss and were skipped: a smaller --lr or --eps may help",
             )
         earlier = [
             e["seconds"]
@@ -150,18 +164,36 @@ class Session:
             seconds=round((earlier[-1] if earlier else 0.0) + time.monotonic() - self.began, 2),
             forward_passes=2 * config.samples * steps,
             stopped=trainer.stopped,
-            warnings=tuple(self.warnings),
+            warnings=tuple(self.observe.warnings),
+            workers=self.engine.total_cost() if isinstance(self.engine, Workers) else None,
+            verdict=self._verdict(tested, best),
+            memory_mib=round(memory.peak()),
         )
         self.folder.note("engine", {"step": steps, **self.engine.describe()})  # its counters, now that all is done
         self.observe("result", {"step": steps, **run.to_dict()})
         self.close()
         return run
 
+    def _verdict(self, tested: Evaluation | None, best: int) -> str:
+        before = self.zero_shot
+        found = verdict(
+            self.observe.health.kinds,
+            tested.value if tested else None,
+            tested.interval if tested else None,
+            before.value if before else None,
+            before.calibrated if before else None,
+            best,
+        )
+        return f"{found.word}: {found.reason}"
+
     def _go_to(self, step: int) -> None:
         """Weights of the best checkpoint: its snapshot, else the journal from the start."""
         if step == self.trainer.step:
             return
         content = read(self.folder.path)
+        if isinstance(self.engine, Workers):
+            bring_to(self.engine, content, step, self.folder.snapshots)
+            return
         found = self.folder.snapshots.load(step)
         if found is not None and step in content.marks:
             self.engine.load_state(found[0])
@@ -176,6 +208,7 @@ class Session:
         fresh.close()
 
     def close(self) -> None:
+        self.observe.trackers.close()
         self.journal.close()
         self.folder.close()
         self.engine.close()
@@ -188,5 +221,6 @@ def _step_line(record: StepRecord, seconds: float) -> dict[str, Any]:
         "slopes": list(record.slopes),
         "lr": record.lr,
         "seconds": round(seconds, 3),
+        "memory_mib": round(memory.in_use()),
     }
     return line | ({"skipped": record.skipped} if record.skipped else {})

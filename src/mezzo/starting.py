@@ -9,24 +9,30 @@ from typing import Any, cast
 from mezzo import assembly
 from mezzo.batches import batches_of
 from mezzo.config import RunConfig, from_mapping
-from mezzo.engines.base import Engine, Unit
+from mezzo.engines.base import Engine, Unit, Workers
 from mezzo.errors import ConfigError, JournalError
 from mezzo.estimators import Spsa
 from mezzo.evaluation import Evaluation
-from mezzo.journal import Content, Journal
+from mezzo.events import Events, Observer
+from mezzo.health import Health
+from mezzo.journal import Content, Journal, read
 from mezzo.objectives import OBJECTIVES, Objective, get_objective, imported
 from mezzo.optim import Sgd, schedule
+from mezzo.parallel import ranks
+from mezzo.parallel.opening import open_workers
 from mezzo.rebuild import bring_to, check_base
 from mezzo.rewards import Reward, Rewarded, mean_reward, text_f1
-from mezzo.run import Folder
-from mezzo.session import Observer, Session
+from mezzo.run import Folder, holds_run
+from mezzo.session import Session
 from mezzo.tasks import Task, get_task
+from mezzo.trackers import Trackers, check_installed
 from mezzo.trainer import Limits, MeZOTrainer
 from mezzo.types import Batch, Prompt
 
 RESUMABLE = (
     *("steps", "time_limit", "patience", "eval_every", "eval_limit", "snapshot_minutes"),
-    *("device", "threads", "tp", "url", "remote_code"),
+    *("device", "threads", "tp", "url", "remote_code", "track"),
+    *("workers", "ray_address", "worker_timeout", "check_workers", "backend"),
 )
 """What may change when a run goes on: its limits and its machine."""
 LONGEST_PAD = 4096
@@ -36,6 +42,9 @@ def new(config: RunConfig, observe: Observer, objective: Objective | None = None
     """Check everything, then create the run folder."""
     config = config.replace(objective=_named(objective)) if objective else config
     parts, splits = _prepared(config, task)
+    if _was_begun(parts.config):
+        again = {"remote_code": config.remote_code} | ({} if objective else {"objective": config.objective})
+        return resume(str(config.out), observe, again, objective)
     train = parts.encode(splits.train)
     method = _method(parts.config, objective)
     observe("loading", {"model": config.model, "task": parts.task.name})
@@ -97,6 +106,21 @@ def _recorded(content: Content) -> tuple[dict[str, Any], Unit, Task]:
         raise JournalError(f"{content.path}: the header lacks what resuming needs: {error}") from None
 
 
+def _was_begun(config: RunConfig) -> bool:
+    """Whether torchrun has started this very run again after a failure: it then goes on where its journal ends."""
+    if ranks.may_restart() and not config.out:
+        raise ConfigError(
+            "torchrun --max-restarts starts a failed run again, which must then find its own folder: add --out DIR"
+        )
+    if not ranks.restarted() or not holds_run(Path(str(config.out))):
+        return False
+    recorded = read(Path(str(config.out))).header.get("config", {})
+    fixed = {key: value for key, value in config.to_dict().items() if key not in (*RESUMABLE, "out")}
+    if differing := sorted(key for key, value in fixed.items() if recorded.get(key) != value):
+        raise JournalError(f"{config.out} holds another run ({', '.join(differing)} differs): choose another --out")
+    return True
+
+
 def _begun(session: Session, train: Sequence[Prompt]) -> Session:
     try:
         session.begin(len(train))
@@ -107,7 +131,9 @@ def _begun(session: Session, train: Sequence[Prompt]) -> Session:
 
 
 def _engine(parts: assembly.Parts) -> Engine:
-    return assembly.engine_for(parts.config, parts.family, parts.classes, parts.tokenizer.pad_token_id)
+    """The run's engine: made of workers where they are asked for."""
+    of = (parts.config, parts.family, parts.classes, parts.tokenizer.pad_token_id)
+    return open_workers(parts.config, assembly.spec_of(*of)) or assembly.engine_for(*of)
 
 
 def _joined(
@@ -124,10 +150,9 @@ def _joined(
     config = parts.config
     assert config.steps is not None and config.batch_size is not None
 
-    def notify(event: str, values: dict[str, Any]) -> None:
-        folder.note(event, values)
-        observe(event, values)
-
+    events = Events(folder, observe, Health(config.objective), Trackers())
+    events.remember(earlier)
+    events.trackers.start(config.track, folder.path, config.to_dict())
     limits = Limits(
         steps=config.steps,
         eval_every=config.eval_every or 0,
@@ -146,17 +171,21 @@ def _joined(
         limits,
         evaluate=(lambda: parts.evaluate(engine, splits.dev)) if splits.dev else None,
         snapshots=folder.snapshots,
-        notify=notify,
+        notify=events,
         start=journal.content.steps,
         history=[(_step(e), _evaluation(e)) for e in earlier if e.get("event") == "evaluation"],
     )
+    if isinstance(engine, Workers):
+        told = lambda text: events("worker", {"step": trainer.step, "text": text})  # noqa: E731
+        engine.join(str(folder.snapshots.folder), told, folder.wanted_workers)
     known = [e for e in earlier if e.get("event") == "zero-shot"]
-    session = Session(parts, splits, engine, folder, journal, trainer, notify, splits.test, list(earlier))
+    session = Session(parts, splits, engine, folder, journal, trainer, events, splits.test, list(earlier))
     session.zero_shot = _evaluation(known[-1]) if known else None
     return session
 
 
 def _prepared(config: RunConfig, task: Task | None) -> tuple[assembly.Parts, assembly.Splits]:
+    check_installed(config.track)
     parts = assembly.prepare(config, task)
     return parts, assembly.splits_of(parts.config, parts.task)
 

@@ -39,7 +39,9 @@ def taken_up(engine: Engine, header: Mapping[str, Any], source: object) -> None:
         values = {name: _unpacked(given[name], shape) for name, shape in shapes.items()}
     except (TypeError, ValueError, binascii.Error, zlib.error):
         raise JournalError(f"{source}: the prefix in the header is damaged; it cannot be rebuilt") from None
-    engine.load_state({**engine.state(), **values})
+    state = engine.state()
+    if any(not np.array_equal(state[name], value) for name, value in values.items()):  # another machine began the run
+        engine.load_state({**state, **values})
 
 
 def _packed(values: npt.NDArray[np.generic]) -> str:

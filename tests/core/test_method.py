@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mezzo.batches import batch_indices, batches_of
-from mezzo.config import flatten, from_mapping, from_toml
+from mezzo.config import flatten, from_file, from_mapping
 from mezzo.errors import ConfigError
 from mezzo.estimators import Spsa
 from mezzo.noise import step_seed
@@ -73,7 +73,7 @@ def test_spsa_asks_in_pairs_and_tells_slopes():
 def test_tables_and_options_of_one_name_do_not_collide(tmp_path):
     path = tmp_path / "c.toml"
     path.write_text('model = "x"\n[task]\ntask = "rte"\nk = 3\n[space]\nrank = 2\n')
-    merged = {**from_toml(path), "task": "sst-2", "space": "lora"}
+    merged = {**from_file(path), "task": "sst-2", "space": "lora"}
     config = from_mapping(merged)
     assert (config.task, config.k, config.space, config.rank, config.model) == ("sst-2", 3, "lora", 2, "x")
     with pytest.raises(ConfigError, match=r"unknown option 'space\.lr'"):

@@ -183,7 +183,7 @@ def test_columns_are_guessed_only_when_unambiguous() -> None:
     assert load_examples([{"stuff": "a", "label": 1}], "sst-2")[0].fields == {"text": "a"}
     assert load_examples([{"TEXT": "a", "Label": 1}], "sst-2")[0].fields == {"text": "a"}
     both = [{"review": "a", "content": "b", "label": 1}]
-    with pytest.raises(DataError, match=r"could be 'review' or 'content'; pass columns=\{'text': …\}$"):
+    with pytest.raises(DataError, match=r"could be 'review' or 'content'; say which it is: --columns text=NAME"):
         load_examples(both, "sst-2")
     assert load_examples(both, "sst-2", columns={"text": "content"})[0].fields == {"text": "b"}
     with pytest.raises(DataError, match="no column 'contents' for 'text'; found 'review', 'content', 'label'"):

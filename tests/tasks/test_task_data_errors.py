@@ -31,18 +31,19 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "header.csv": (b"text,label\n", ": a header and no rows; give a file with data"),
     "column.jsonl": (
         b'{"text": "a", "label": 1}\n{"txt": "a", "extra": 1, "label": 1}\n',
-        ", line 2: no column 'text'; found 'txt', 'extra', 'label'; rename one, or pass columns={'text': …}",
+        ", line 2: no column 'text'; found 'txt', 'extra', 'label'; rename one, or "
+        "say which it is: --columns text=NAME (in Python, columns={'text': NAME})",
     ),
     "unlabelled.jsonl": (
         b'{"text": "a"}\n',
-        ", line 1: no column 'label'; found 'text'; rename one, or pass columns={'label': …},"
-        " or labelled=False for rows without labels",
+        ", line 1: no column 'label'; found 'text'; rename one, or "
+        "say which it is: --columns label=NAME (in Python, columns={'label': NAME})",
     ),
     "null.jsonl": (b'{"text": null, "label": 1}\n', ", line 1: 'text' is null; give a string"),
     "nested.jsonl": (b'{"text": ["a"], "label": 1}\n', ", line 1: 'text' is not text; give a string"),
     "nolabel.jsonl": (
         b'{"text": "a", "label": null}\n',
-        ", line 1: no label; give one, or load with labelled=False or labelled='skip'",
+        ", line 1: no label; give one, or delete the row (load_examples can pass over such rows: labelled='skip')",
     ),
     "label.jsonl": (
         b'{"text": "a", "label": "postive"}\n',
@@ -171,7 +172,7 @@ def test_parquet_without_pyarrow_names_the_package(tmp_path: Path, monkeypatch: 
         (["a"], "the data, row 1: a str, not an object with columns; write one per row"),
         (
             [{"text": "a", "label": None}],
-            "the data, row 1: no label; give one, or load with labelled=False or labelled='skip'",
+            "the data, row 1: no label; give one, or delete the row (load_examples can pass over such rows: labelled='skip')",
         ),
     ],
 )

@@ -75,11 +75,13 @@ def make(name: str, options: dict[str, Any]) -> torch.nn.Module:
     return settled(kind(kind.config_class(**options)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_scores_equal_weights_written_in(family, space):
-    model = make(*family)
-    pristine, batch = copy.deepcopy(model), make_batch()
+def test_scores_equal_weights_written_in(family, space, dtype):
+    """A CPU computes in float32 whatever the weights are stored as: the yardstick is the stored values in a float32 model."""
+    model = make(*family).to(dtype)
+    pristine, batch = copy.deepcopy(model).float(), make_batch()
     engine = TorchEngine(model, space, unit=Unit(4), seed=3, pad_id=1)
     rng = np.random.default_rng(1)
     engine.load_state({n: (v + rng.normal(0, 0.05, v.shape)).astype(np.float32) for n, v in engine.state().items()})

@@ -98,8 +98,8 @@ class PublishedNoise:
             self.drawn = {seed: {n: torch.normal(mean=0, std=1, size=s) for n, s in self.shapes.items()}}
         return self.drawn[seed][name]
 
-    def dense(self, seed: int, name: str, count: int, out: object = None) -> torch.Tensor:
-        return self.z(seed, name).flatten().clone()
+    def dense(self, seed: int, name: str, count: int, start: int, stop: int) -> torch.Tensor:
+        return self.z(seed, name).flatten()[start:stop].clone()
 
     def rows(self, seed: int, name: str, shape: object, ids: torch.Tensor) -> torch.Tensor:
         return self.z(seed, name)[ids]
@@ -108,7 +108,7 @@ class PublishedNoise:
         flat = self.z(seed, name).flatten()
         return torch.nn.functional.pad(flat, (0, -len(flat) % 64))
 
-    def packed_side_by_side(self, seed: int, tensors: list[tuple[str, int]]) -> torch.Tensor:
+    def side_by_side(self, seed: int, tensors: list[tuple[str, int]]) -> torch.Tensor:
         return torch.cat([self.packed(seed, *tensor) for tensor in tensors])
 
     def spread(self, packed: torch.Tensor, out: object) -> torch.Tensor:
@@ -122,7 +122,7 @@ class PublishedNoise:
 def test_the_engine_follows_the_recipe(batches, decay):
     model = make_roberta()
     engine = TorchEngine(copy.deepcopy(model), Space("full"))
-    engine.population.source = PublishedNoise(model)
+    engine.population.work.source = PublishedNoise(model)
     optimizer = Sgd(lambda _: LR, decay)
     np.random.seed(42)
     for batch in batches:

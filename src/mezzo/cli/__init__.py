@@ -23,12 +23,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.getloadavg()[0] > BUSY * (os.cpu_count() or 1):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     options = build().parse_args(arguments)
+    options.arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         from mezzo.cli import verbs
 
         outcome: Any = getattr(verbs, options.verb)(options)
         result, code = outcome if isinstance(outcome, tuple) else (outcome, 0)
-        if options.json:
+        if options.json and result is not None:
             print(json.dumps(finite(result), allow_nan=False), flush=True)
         sys.stdout.flush()
         return int(code)

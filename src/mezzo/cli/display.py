@@ -1,4 +1,4 @@
-"""Progress on standard error: a live line in a terminal, a plain line per evaluation elsewhere, nothing when told so."""
+"""Progress on standard error: a live line in a terminal, a plain line per evaluation elsewhere. Colour marks trouble only."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 Observer = Callable[[str, dict[str, Any]], None]
+TONES = {"worked": "green", "unclear": "yellow", "not tested": "yellow"}
+"""Colours of verdicts; all others are red."""
 
 
 @contextlib.contextmanager
@@ -21,12 +24,28 @@ def display(quiet: bool = False) -> Iterator[Observer]:
         yield _Plain()
 
 
+def show_summary(run: Any) -> None:
+    """The final table, its verdict in colour where there is a terminal."""
+    if not sys.stdout.isatty():
+        print(run)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in run.table():
+        style = TONES.get(run.verdict.split(":")[0], "red") if name == "verdict" else ""
+        table.add_row(name, value, style=style)
+    Console(highlight=False, markup=False).print(table)
+
+
 def headline(values: dict[str, Any]) -> str:
     """What is about to happen."""
     trained, total = values["trained_parameters"], values["parameters"]
     where = f"on {values['device']}" + (
         f" ({values['threads']} thread{'s' * (values['threads'] > 1)})" if values["device"] == "cpu" else ""
     )
+    where += f", {values['workers']} workers" if values.get("workers") else ""
     return (
         f"training {values['space']}: {trained:,} values of a {total:,}-parameter model, {values['train']} examples, "
         f"lr {values['lr']:g}, eps {values['eps']:g}, {where}; writing {values['out']}"
@@ -44,73 +63,103 @@ def sentence(event: str, values: dict[str, Any]) -> str:
             return (
                 f"step {values['step']:>6}  dev {values['metric']} {values['value']:.1%}  dev loss {values['loss']:.4f}"
             )
+        case "worker":
+            return values["text"]
         case "warning":
             return f"warning: {values['text']}"
     return ""
 
 
+@dataclass
+class Pace:
+    """What is known of the run so far: how fast it is, how long it will take, how the loss and the slopes are."""
+
+    total: int = 0
+    seen: int = 0
+    zero: int = 0
+    loss: float | None = None
+    memory: int = 0
+    last: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    def see(self, event: str, values: dict[str, Any]) -> None:
+        if event == "start":
+            self.total, self.last = int(values["steps"]), int(values["step"])
+        elif event == "step":
+            if not self.seen:
+                self.began = time.monotonic()  # of the end of the first step, which loads and warms
+            self.seen += 1
+            self.zero += all(slope == 0 for slope in values["slopes"])
+            self.loss = values["loss"] if self.loss is None else 0.98 * self.loss + 0.02 * values["loss"]
+            self.memory, self.last = int(values.get("memory_mib", 0)), int(values["step"]) + 1
+
+    @property
+    def rate(self) -> float:
+        return (self.seen - 1) / max(1e-9, time.monotonic() - self.began) if self.seen > 1 else 0.0
+
+    @property
+    def left(self) -> str:
+        if not self.rate or self.last >= self.total:
+            return ""
+        seconds = (self.total - self.last) / self.rate
+        return f"{seconds:.0f} s left" if seconds < 90 else f"{seconds / 60:.0f} min left"
+
+    @property
+    def speed(self) -> str:
+        return f"{self.rate:.1f} steps/s" if self.rate else ""
+
+    @property
+    def zero_share(self) -> str:
+        return f"{self.zero / self.seen:.0%}" if self.seen else "…"
+
+    def __str__(self) -> str:
+        """Behind a plain evaluation line."""
+        if self.loss is None:
+            return ""
+        parts = [
+            f"loss {self.loss:.4f}",
+            f"zero slopes {self.zero_share}",
+            self.speed,
+            self.left,
+            f"{self.memory:,} MiB",
+        ]
+        return "".join(f"  {part}" for part in parts if part)
+
+
 class _Plain:
-    """A line per evaluation, with the rate of steps."""
+    """A line per evaluation, with the pace."""
 
     def __init__(self) -> None:
-        self.began = time.monotonic()
-        self.first: int | None = None
-        self.last = 0
+        self.pace = Pace()
 
     def __call__(self, event: str, values: dict[str, Any]) -> None:
-        if event == "step":
-            if self.first is None:
-                self.first, self.began = values["step"], time.monotonic()
-            self.last = values["step"]
-        elif text := sentence(event, values):
-            rate = ""
-            if event == "evaluation" and self.first is not None and self.last > self.first:
-                rate = f"  {(self.last - self.first) / (time.monotonic() - self.began):.1f} steps/s"
-            print(text + rate, file=sys.stderr, flush=True)
+        self.pace.see(event, values)
+        if text := sentence(event, values):
+            print(text + (str(self.pace) if event == "evaluation" else ""), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def _live() -> Iterator[Observer]:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     console = Console(stderr=True, highlight=False)
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-        TextColumn("loss {task.fields[loss]}  dev {task.fields[dev]}  zero slopes {task.fields[zero]}"),
-    )
+    columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.fields[now]}", markup=False))
     with Progress(*columns, console=console, transient=True) as bars:
-        state: dict[str, Any] = {"bar": None, "loss": None, "zero": 0, "seen": 0, "began": time.monotonic()}
+        pace, dev = Pace(), ["…"]
+        bar = bars.add_task("", total=None, now="loading")
 
         def observe(event: str, values: dict[str, Any]) -> None:
+            pace.see(event, values)
             if event == "start":
-                state["bar"] = bars.add_task(
-                    "", total=values["steps"], completed=values["step"], rate="", loss="…", dev="…", zero="…"
-                )
-                state["began"] = time.monotonic()
-            if event == "step" and state["bar"] is not None:
-                _advance(bars, state, values)
-            if event == "evaluation" and state["bar"] is not None:
-                bars.update(state["bar"], dev=f"{values['value']:.1%}")
+                bars.update(bar, total=values["steps"], completed=values["step"], now="")
+            if event == "evaluation":
+                dev[0] = f"{values['value']:.1%}"
+            if event == "step":
+                loss = "…" if pace.loss is None else f"{pace.loss:.4f}"
+                facts = (pace.speed, pace.left, f"loss {loss}", f"dev {dev[0]}", f"zero slopes {pace.zero_share}")
+                bars.update(bar, completed=pace.last, now="  ".join(filter(None, (*facts, f"{pace.memory:,} MiB"))))
             if text := sentence(event, values):
-                console.print(text, markup=False)
+                console.print(text, markup=False, style="yellow" if event == "warning" else None)
 
         yield observe
-
-
-def _advance(bars: Any, state: dict[str, Any], values: dict[str, Any]) -> None:
-    state["seen"] += 1
-    state["zero"] += all(slope == 0 for slope in values["slopes"])
-    loss = values["loss"]
-    state["loss"] = loss if state["loss"] is None else 0.98 * state["loss"] + 0.02 * loss
-    rate = state["seen"] / max(1e-9, time.monotonic() - state["began"])
-    bars.update(
-        state["bar"],
-        completed=values["step"] + 1,
-        rate=f"{rate:.1f} steps/s",
-        loss=f"{state['loss']:.4f}",
-        zero=f"{state['zero'] / state['seen']:.0%}",
-    )

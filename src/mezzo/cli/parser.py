@@ -17,6 +17,7 @@ GROUPS = {
     "space": "what is trained",
     "method": "method",
     "run": "run",
+    "workers": "parallel workers",
 }
 MODEL_OPTIONS = (
     "model",
@@ -31,7 +32,7 @@ MODEL_OPTIONS = (
     "url",
     "remote_code",
 )
-TASK_OPTIONS = ("task", "id_order", "encoding", "template", "words", "max_length", "readout")
+TASK_OPTIONS = ("task", "id_order", "columns", "encoding", "template", "words", "max_length", "readout")
 
 
 SIGNAL_OPTIONS = (
@@ -86,7 +87,7 @@ def build() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"mezzo {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for add in (_train, _eval, _predict, _signal, _export, _verify, _tasks):
+    for add in (_train, _eval, _predict, _signal, _export, _verify, _report, _workers, _tasks):
         add(verbs)
     return parser
 
@@ -94,7 +95,9 @@ def build() -> argparse.ArgumentParser:
 def _train(verbs: Verbs) -> None:
     verb = _verb(verbs, "train", "fine-tune a model; without options, the bundled one on the bundled reviews")
     verb.add_argument("--resume", metavar="RUN", help="continue a run folder where its journal ends")
-    verb.add_argument("--config", metavar="FILE", help="TOML file with any of the options below")
+    verb.add_argument(
+        "--config", metavar="FILE", help="TOML file with any of the options below, or a run folder's config.json"
+    )
     verb.add_argument("--print-config", action="store_true", help="print the resolved configuration as TOML and exit")
     _options(verb, [f.name for f in options()])
 
@@ -136,6 +139,25 @@ def _verify(verbs: Verbs) -> None:
     verb = _verb(verbs, "verify", "rebuild a run from base model and journal and compare digests")
     _run(verb)
     verb.add_argument("--device", metavar="D", help="where to rebuild [a GPU if there is one]")
+
+
+def _workers(verbs: Verbs) -> None:
+    verb = _verb(verbs, "workers", "show how many workers a run wants, or give a running one more or fewer")
+    verb.add_argument("run", metavar="RUN", help="run folder")
+    verb.add_argument("count", nargs="?", type=int, metavar="N", help="from the next step on")
+
+
+def _report(verbs: Verbs) -> None:
+    verb = _verb(verbs, "report", "write what became of runs as one HTML page, or serve it while they train")
+    verb.add_argument("runs", nargs="+", metavar="RUN", help="run folders; several are compared")
+    verb.add_argument("--out", metavar="FILE", help="where to [RUN/report.html; report.html for several runs]")
+    verb.add_argument(
+        "--plots", metavar="DIR", help="also write every chart as SVG, and as PNG where matplotlib is installed"
+    )
+    verb.add_argument(
+        "--watch", action="store_true", help="serve the page on this machine, up to date while runs train"
+    )
+    verb.add_argument("--port", type=int, default=0, metavar="N", help="port of --watch [a free one]")
 
 
 def _tasks(verbs: Verbs) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from argparse import Namespace
@@ -9,31 +10,47 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mezzo.cli.display import display
+from mezzo.cli.display import display, show_summary
 from mezzo.cli.parser import given
-from mezzo.config import from_toml
+from mezzo.config import from_file
 from mezzo.errors import ConfigError, DataError
 from mezzo.files import finite
 
 
 def train(options: Namespace) -> Any:
     from mezzo import api
+    from mezzo.parallel import ranks
 
     if options.print_config:
         if options.resume:
             raise ConfigError(f"a run's configuration is in {options.resume}/config.json")
-        values = {**(from_toml(Path(options.config)) if options.config else {}), **given(options)}
+        values = {**(from_file(Path(options.config)) if options.config else {}), **given(options)}
         text = _toml(api.prepared_config(values))
         print(text, end="", file=sys.stderr if options.json else sys.stdout)
         return {"config": text}
+    if ranks.launched():
+        values = {**(from_file(Path(options.config)) if options.config else {}), **given(options)}
+        with ranks.among(str(values.get("backend", "gloo"))) as driver:
+            return _train(options) if driver else (None, 0)  # one process prints
+    return _train(options)
+
+
+def _train(options: Namespace) -> Any:
+    from mezzo import api
+
     with display(quiet=options.json) as observe:
         session = api.open_session(config=options.config, resume=options.resume, observe=observe, **given(options))
+        session.note_command(["mezzo", *options.arguments])
         for _ in session.records():
             pass
         run = session.result()
     if run.stopped == "interrupted":
         print(f"stopped at step {run.steps}; continue with: mezzo train --resume {run.out}", file=sys.stderr)
-    _show(options, str(run))
+    if options.json:
+        print(run, file=sys.stderr)
+    else:
+        show_summary(run)
+        print(f"{'report':<22} mezzo report {run.out}")
     return run.to_dict(), (130 if run.stopped == "interrupted" else 0)
 
 
@@ -86,6 +103,52 @@ def verify(options: Namespace) -> Any:
         "torn": found.torn,
     }
     return result, 0 if found.ok else 1
+
+
+def workers(options: Namespace) -> Any:
+    from mezzo.run import Folder
+
+    folder = Folder.open(options.run)
+    if options.count is not None:
+        if options.count < 1:
+            raise ConfigError(f"a run needs at least one worker, not {options.count}")
+        folder.want_workers(options.count)
+    wanted = folder.wanted_workers() or folder.read_config().get("workers")
+    _show(options, f"{folder.path} wants {wanted} workers" if wanted else f"{folder.path} runs in a single process")
+    return {"run": str(folder.path), "workers": wanted}
+
+
+def report(options: Namespace) -> Any:
+    from mezzo import reports
+
+    if options.watch:
+        return _watch(options)
+    path, stories = reports.write_page(options.runs, options.out)
+    words = [f"{story.name}: {story.verdict.word}: {story.verdict.reason}" for story in stories]
+    _show(options, "\n".join([*words, f"wrote {path}"]))
+    plots = reports.write_plots(stories, Path(options.plots)) if options.plots else []
+    if plots:
+        missing = "" if reports.can_png() else "; PNG needs matplotlib: pip install 'mezzo[plots]'"
+        _show(options, f"wrote {len(plots)} plots to {options.plots}{missing}")
+    return {
+        "out": str(path),
+        "plots": [str(plot) for plot in plots],
+        "runs": [{"run": str(s.path), "verdict": s.verdict.word, "reason": s.verdict.reason} for s in stories],
+    }
+
+
+def _watch(options: Namespace) -> Any:
+    """Serve until Ctrl-C."""
+    from mezzo import reports
+
+    for run in options.runs:
+        reports.story_of(run)  # a mistake is told here, not in the browser
+    with reports.server(options.runs, options.port) as server:
+        url = f"http://127.0.0.1:{server.server_port}/"
+        print(f"the report is at {url} (Ctrl-C ends it)", file=sys.stderr, flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+    return {"url": url}
 
 
 def tasks(options: Namespace) -> Any:

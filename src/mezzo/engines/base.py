@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,7 @@ class EngineSpec:
     prefix_ids: tuple[int, ...] = ()
     """A text of as many tokens as a prefix has, whose activations it starts from."""
     device: str = "auto"
+    dtype: str = "float32"
     threads: int | None = None
     remote_code: bool = False
     quantize: str | None = None
@@ -94,3 +95,24 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Workers(Protocol):
+    """What an engine made of workers can do beside: no weights are sent to it, and it counts what its workers cost."""
+
+    def join(self, snapshots: str, report: Callable[[str], None], wanted: Callable[[], int | None]) -> None:
+        """The run has a folder: its snapshots, where to tell what happened, and how many workers it wants from now on."""
+        ...
+
+    def go_to(self, updates: Sequence[Update], marks: Mapping[int, str], snapshots: str | None) -> None:
+        """Be where these updates lead from the base model; every worker finds its own way."""
+        ...
+
+    def step_cost(self) -> dict[str, Any]:
+        """What the last step took: bytes, and the share of time that workers waited."""
+        ...
+
+    def total_cost(self) -> dict[str, Any]:
+        """The same for the run, with the workers that were lost or rebuilt."""
+        ...

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -118,6 +119,22 @@ def fetched(name: str, load: Callable[..., Any]) -> Any:
             f"model {name!r} cannot be loaded: it is neither bundled nor a local folder, and {reason}. "
             f"Pass a local folder; where there is a network, 'hf download {name} --local-dir DIR' makes one"
         ) from None
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """transformers without its own messages and bars; what matters is said by us."""
+    import transformers
+
+    verbosity, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        if bars:
+            transformers.logging.enable_progress_bar()
 
 
 @cache

@@ -34,10 +34,7 @@ def resolve(task: Task, found: Sequence[str], where: str, named: Mapping[str, st
         columns[wanted[0]], missing = others[0], []
     if missing or (label is None and labelled):
         column = missing[0] if missing else task.label_column
-        hint = "" if missing else ", or labelled=False for rows without labels"
-        raise DataError(
-            f"{where}: no column {column!r}; found {_list(found)}; rename one, or pass columns={{{column!r}: …}}{hint}"
-        )
+        raise DataError(f"{where}: no column {column!r}; found {_list(found)}; rename one, or {_say(column)}")
     resolved = {column: source for column, source in columns.items() if source is not None}
     return resolved if label is None else {**resolved, task.label_column: label}
 
@@ -121,9 +118,7 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
 def _guess(task: Task, column: str, found: Sequence[str], where: str) -> str | None:
     matches = _matches(task, column, found)
     if len(matches) > 1:
-        raise DataError(
-            f"{where}: the column {column!r} could be {' or '.join(map(repr, matches))}; pass columns={{{column!r}: …}}"
-        )
+        raise DataError(f"{where}: the column {column!r} could be {' or '.join(map(repr, matches))}; {_say(column)}")
     return matches[0] if matches else None
 
 
@@ -136,6 +131,10 @@ def _matches(task: Task, column: str, found: Iterable[str]) -> list[str]:
         if matches := [name for name in found if name.strip().lower() in wanted]:
             return matches
     return []
+
+
+def _say(column: str) -> str:
+    return f"say which it is: --columns {column}=NAME (in Python, columns={{{column!r}: NAME}})"
 
 
 def _list(names: Sequence[str]) -> str:

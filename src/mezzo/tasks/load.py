@@ -162,7 +162,9 @@ def _examples(found: Records, ask: _Ask) -> Iterator[Example]:
             yield Example(fields)
         elif is_missing(value) and not (task.labels and isinstance(value, str) and labels.knows(value)):
             if labelled is True:
-                raise DataError(f"{where}: no label; give one, or load with labelled=False or labelled='skip'")
+                raise DataError(
+                    f"{where}: no label; give one, or delete the row (load_examples can pass over such rows: labelled='skip')"
+                )
             if labelled in (False, "ignore"):
                 yield Example(fields)
         elif task.kind == "generation":

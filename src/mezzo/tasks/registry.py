@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import tomllib
 from collections.abc import Mapping
@@ -34,7 +35,7 @@ def list_tasks() -> list[Task]:
 
 
 def get_task(spec: str | Path | Mapping[str, Any] | Task, family: Family | None = None) -> Task:
-    """A task by registry name, from a `.toml` file, or from a dict of the same keys.
+    """A task by registry name, from a `.toml` (or `.json`) file, or from a dict of the same keys.
 
     A name such as `sst-2` is in both families: masked unless `family` says otherwise.
     """
@@ -43,9 +44,9 @@ def get_task(spec: str | Path | Mapping[str, Any] | Task, family: Family | None 
         task = spec
     elif isinstance(spec, Mapping):
         task = task_from({**default, **spec}, "your task")
-    elif str(spec).endswith(".toml"):
+    elif str(spec).endswith((".toml", ".json")):
         path = Path(spec)
-        task = task_from({**default, **_read_toml(path)}, str(path), name=path.stem)
+        task = task_from({**default, **_read_file(path)}, str(path), name=path.stem)
     else:
         return _by_name(str(spec), family)
     if family is not None and task.family != family:
@@ -67,13 +68,18 @@ def task_from(values: Mapping[str, Any], source: str, name: str = "custom") -> T
     return Task(**row)
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def _read_file(path: Path) -> dict[str, Any]:
+    kind = path.suffix[1:].upper()
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if kind == "JSON" else tomllib.loads(text)
     except OSError as error:
         raise TaskError(f"cannot read the task file {str(path)!r}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
-        raise TaskError(f"{path}: not valid TOML: {error}") from None
+    except (ValueError, RecursionError) as error:  # what both readers raise, and text that is not UTF-8
+        raise TaskError(f"{path}: not valid {kind}: {error}") from None
+    if not isinstance(values, dict):
+        raise TaskError(f"{path}: a task is an object with columns, template, labels and words")
+    return values
 
 
 def _by_name(name: str, family: Family | None) -> Task:

@@ -21,7 +21,13 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
         torch.set_num_threads(spec.threads)
     how = quantized.settings(spec.quantize, device) if spec.quantize else None
     model = load_model(
-        spec.model, spec.family, classes=spec.classes, seed=spec.seed, remote_code=spec.remote_code, quantize=how
+        spec.model,
+        spec.family,
+        classes=spec.classes,
+        seed=spec.seed,
+        dtype=getattr(torch, spec.dtype),
+        remote_code=spec.remote_code,
+        quantize=how,
     )
     config: Any = model.config
     if spec.classes and config.pad_token_id is None:

@@ -20,8 +20,8 @@ from mezzo.types import Batch, Probe, Scores, Trained
 if TYPE_CHECKING:
     from mezzo.engines.torch.engine import TorchEngine
 
-TOLERANCE = 1e-3
-"""Largest accepted difference relative to the effect of the perturbation, beside float32 rounding of the scores."""
+TOLERANCE = {torch.float32: (1e-4, 1e-3), torch.float16: (1e-2, 2e-2), torch.bfloat16: (5e-2, 1e-1)}
+"""Largest accepted difference by the type computed in: of the scores' size (their rounding), and of the perturbation's effect."""
 
 
 def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:
@@ -40,7 +40,8 @@ def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:
     refuse_dead(engine.trained, ours, base)
     finite = np.isfinite(ours)
     scale = np.abs(plain[finite]).max()
-    if not distance(ours, plain) <= 1e-4 * max(1.0, scale) + TOLERANCE * distance(plain, base):
+    of_scale, of_effect = TOLERANCE[engine.population.compute]
+    if not distance(ours, plain) <= of_scale * max(1.0, scale) + of_effect * distance(plain, base):
         raise ModelError(
             f"{type(engine.model).__name__} cannot be trained here: perturbed scores differ from an ordinary forward by "
             f"{distance(ours, plain):.2g}, first in {_first_difference(engine, few, probes[0])}"
@@ -64,7 +65,7 @@ def written_in(engine: TorchEngine, probe: Probe) -> dict[str, Tensor]:
         for name, parameter in engine.model.named_parameters():
             if (delta := engine.lora_delta(name, moved)) is not None:
                 values[name] = parameter + delta
-    return values
+    return {name: value.to(engine.population.compute) for name, value in values.items()}
 
 
 def _beside(engine: TorchEngine, probe: Probe) -> dict[str, tuple[Tensor, Tensor]]:
@@ -77,7 +78,7 @@ def _beside(engine: TorchEngine, probe: Probe) -> dict[str, tuple[Tensor, Tensor
 
 
 def _moved(engine: TorchEngine, trained: Trained, probe: Probe) -> Tensor:
-    value = engine.population.value(trained.name).clone()
+    value = engine.population.value(trained.name).to(torch.float32, copy=True)
     for seed, scale in probe.terms:
         if trained.rank:
             left, right = noise.factors(seed, trained.name, trained.shape, trained.rank)  # type: ignore[arg-type]
@@ -119,8 +120,9 @@ def _first_difference(engine: TorchEngine, batch: Batch, probe: Probe) -> str:
         kept, engine.trunk = engine.trunk, None  # every leaf must run to be compared
         engine.score(batch, [probe])
         engine.trunk = kept
+    allowed = TOLERANCE[engine.population.compute][0]
     for (name, a), (other, b) in zip(plain, ours, strict=False):
-        if name != other or a.shape != b.shape or (a - b).abs().max() > 1e-4 * max(1.0, float(a.abs().max())):
+        if name != other or a.shape != b.shape or (a - b).abs().max() > allowed * max(1.0, float(a.abs().max())):
             return other
     return "its readout"
 

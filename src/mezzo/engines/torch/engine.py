@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -17,11 +17,12 @@ from mezzo import noise
 from mezzo.engines.base import Unit
 from mezzo.engines.hub import refuse_pairs
 from mezzo.engines.torch import catalog, layers, prefix, trunk
-from mezzo.engines.torch.inputs import Rows, by_length, pack, padded, picked
+from mezzo.engines.torch.inputs import Rows, pack, padded, picked
 from mezzo.engines.torch.noise import NoiseSource
 from mezzo.engines.torch.population import Population
 from mezzo.engines.torch.quantized import is_quantized
 from mezzo.engines.torch.shared import score_candidates
+from mezzo.engines.units import by_length, width_of
 from mezzo.errors import ConfigError, JournalError, ModelError, RunFailed, SpaceError
 from mezzo.space import Space, lora_names, prefix_names, select
 from mezzo.types import Batch, Probe, Scores, TensorInfo, Trained, Update
@@ -29,6 +30,10 @@ from mezzo.types import Batch, Probe, Scores, TensorInfo, Trained, Update
 
 class TorchEngine:
     """One model, its trained tensors and the population forward over them."""
+
+    joins_units = True
+    """Several units in one call of `score` give the same bits as one call each."""
+    width = staticmethod(width_of)
 
     def __init__(
         self,
@@ -50,18 +55,25 @@ class TorchEngine:
         if self.quantized and space.kind not in ("lora", "prefix"):
             raise SpaceError(f"a quantised base stays as it is: --space lora or prefix, not {space.kind!r}")
         self.model = (model if self.quantized else model.to(self.device)).eval().requires_grad_(False)
+        self.dtype: torch.dtype = self.model.dtype  # type: ignore[assignment]
+        """The type of the stored weights. A CPU computes in float32 whatever it is: sixteen-bit products are slow there."""
+        compute = torch.float32 if self.device.type == "cpu" else self.dtype
         self.unit = unit or Unit(rows=64)
         self.space = space
         self.pad_id = pad_id
         self.causal = _is_causal(model)
         self.share_prompts = True  # candidates of one prompt continue its keys and values
         self.base_digest = base_digest or catalog.digest_of(self.model.named_parameters())
+        self._stored_as = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
+        stored = dict(self._widened()) if self.device.type == "cpu" else {}
         self.catalogue: list[TensorInfo] = catalog.catalogue(model, catalog.used_modules(model, self._tiny_inputs()))
         self.stated: dict[str, Tensor] = {}  # a prefix that stands in for the trained one, while the check looks
         self._prefixes = self._prefix_starts(prefix_ids, seed) if space.kind == "prefix" else {}
         self.trained: tuple[Trained, ...] = select(space, self.catalogue)
         self.transposed = {t.name for t in self.catalogue if t.transposed}
-        self.population = Population(self._tensors(seed), NoiseSource(noise_kind, self.device), self._partners(seed))
+        self.population = Population(
+            self._tensors(seed, stored), NoiseSource(noise_kind, self.device), self._partners(seed), compute
+        )
         self._adopt()
         layers.attach(self.model, self.population, space.scaling)
         self.trunk = trunk.find(model, self._moving(), self._tiny_inputs(), int(cache_mb * trunk.MIB))
@@ -137,7 +149,8 @@ class TorchEngine:
         return texts
 
     def state(self) -> dict[str, npt.NDArray[np.generic]]:
-        return {t.name: self.population.value(t.name).detach().cpu().numpy().copy() for t in self.trained}
+        """The trained values in float32, which holds those of every type: NumPy has no bfloat16."""
+        return {t.name: self.population.value(t.name).float().cpu().numpy().copy() for t in self.trained}
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, npt.NDArray[np.generic]]) -> None:
@@ -157,6 +170,7 @@ class TorchEngine:
         return {
             "engine": "torch",
             "device": name,
+            "dtype": str(self.dtype).removeprefix("torch."),
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "parameters": sum(p.numel() for p in self.model.parameters()),
@@ -180,9 +194,9 @@ class TorchEngine:
         for module in twin.modules():
             module.__dict__.pop("forward", None)
         for name, parameter in twin.named_parameters():
-            parameter.data = parameter.data.clone()
-            if (delta := self.lora_delta(name)) is not None:
-                parameter.data += delta
+            delta = self.lora_delta(name)
+            moved = parameter.data.clone() if delta is None else parameter.data + delta
+            parameter.data = moved.to(self._stored_as[name])
         return twin
 
     def lora_delta(self, name: str, moved: Mapping[str, Tensor] | None = None) -> Tensor | None:
@@ -202,8 +216,8 @@ class TorchEngine:
 
     # ---- making the trained tensors
 
-    def _tensors(self, seed: int) -> list[tuple[Trained, Tensor]]:
-        parameters = dict(self.model.named_parameters())
+    def _tensors(self, seed: int, stored: Mapping[str, Tensor]) -> list[tuple[Trained, Tensor]]:
+        parameters = {**dict(self.model.named_parameters()), **stored}
         return [(t, parameters[t.name] if t.name in parameters else self._fresh(t, seed)) for t in self.trained]
 
     def _partners(self, seed: int) -> dict[str, Tensor]:
@@ -234,6 +248,16 @@ class TorchEngine:
         values = noise.uniform(seed, f"init/{trained.name}", count, bound)
         return torch.from_numpy(values).view(trained.shape).to(self.device)
 
+    def _widened(self) -> Iterator[tuple[str, Tensor]]:
+        """Make the model's sixteen-bit tensors float32 and yield what the parameters were."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                yield name, parameter.data
+                parameter.data = parameter.data.float()
+        for buffer in self.model.buffers():
+            if buffer.dtype in (torch.bfloat16, torch.float16):
+                buffer.data = buffer.data.float()
+
     def _adopt(self) -> None:
         """Let the model's parameters be views of what the population owns and updates."""
         for name, parameter in self.model.named_parameters():
@@ -257,13 +281,6 @@ class TorchEngine:
         if population.gather is not None:  # no trunk of this model could be trimmed to the readout
             logits = picked(logits, population.gather)
         return rows.read(logits.float(), batch.readout, members)
-
-    @staticmethod
-    def width(batch: Batch) -> int:
-        """C: how many candidates the examples have at most."""
-        if batch.readout.kind == "candidates":
-            return max(len(p.candidates) for p in batch.prompts)
-        return len(batch.readout.words) or batch.readout.classes
 
     def inputs(self, rows: Rows, members: int) -> dict[str, Any]:
         # Behind a causal mask nothing before the readout sees the padding on its right.

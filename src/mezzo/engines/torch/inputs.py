@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mezzo.engines.base import Unit
+from mezzo.engines.units import by_length
 from mezzo.types import Batch, Readout, Scores
 
 
@@ -65,12 +66,6 @@ def pack(batch: Batch, unit: Unit, pad_id: int) -> list[Rows]:
     units = _sequences(batch)
     groups = by_length([one.ids for one in units], unit.rows)
     return [_rows([units[index] for index in group], batch.readout, unit.pad_to, pad_id) for group in groups]
-
-
-def by_length(rows: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    """Indices of the rows in groups of at most `size`, sorted by length, ties by place."""
-    ordered = sorted(range(len(rows)), key=lambda index: (len(rows[index]), index))
-    return [ordered[first : first + size] for first in range(0, len(ordered), size)]
 
 
 @dataclass(frozen=True, slots=True)

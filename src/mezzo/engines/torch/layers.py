@@ -89,7 +89,12 @@ def _linear(
     def base(x: Tensor) -> Tensor:
         if packed is not None:
             return packed(x.flatten(0, 1)).unflatten(0, x.shape[:2])  # type: ignore[no-any-return]
-        return F.linear(x, module.weight.T if turned else module.weight, None if bias else module.bias)
+        matrix, own_bias = _like(module.weight, x), None if bias or module.bias is None else _like(module.bias, x)
+        if is_head and x.dtype != torch.float32:
+            y = torch.mm(x.flatten(0, -2), matrix if turned else matrix.T, out_dtype=torch.float32)
+            y = y.view(*x.shape[:-1], -1)
+            return y if own_bias is None else y.add_(own_bias)
+        return F.linear(x, matrix.T if turned else matrix, own_bias)
 
     def forward(rows: Tensor) -> Tensor:
         x = population.split(rows, path)
@@ -99,14 +104,16 @@ def _linear(
         elif weight is None or not population.perturbed:
             y = base(x)
         elif rank:
-            y = base(x) + _low_rank(x, weight, rank, population, turned)
+            y = base(x).add_(_low_rank(x, weight, rank, population, turned))
         else:
-            y = _each(x, _dense(weight, population).mT if turned else _dense(weight, population))
-            y = y if bias or module.bias is None else y + module.bias
+            members = _like(_dense(weight, population), x)
+            y = _each(x, members.mT if turned else members, wide=is_head)
+            y = y if bias or module.bias is None else y.add_(module.bias)
+        # What is added in float32 to sixteen-bit activations is rounded once, as part of the sum.
         if bias and not only_words:
-            y = y + _spread(population.member(bias), y)
+            y.add_(_spread(population.member(bias), y))
         if lora:
-            y = y + _lora_term(x, lora, population, scaling)
+            y.add_(_lora_term(x, lora, population, scaling))
         return y.reshape(*rows.shape[:-1], y.shape[-1])
 
     return forward
@@ -116,10 +123,19 @@ def _dense(weight: str, population: Population) -> Tensor:
     return population.member_matrix(weight) if weight in population.large else population.member(weight)
 
 
-def _each(x: Tensor, weights: Tensor) -> Tensor:
-    """x[P, B, …, in] times weights[P, out, in]ᵀ, member by member."""
-    flat = x.reshape(x.shape[0], -1, x.shape[-1])
-    return torch.bmm(flat, weights.transpose(1, 2)).view(*x.shape[:-1], weights.shape[1])
+def _like(weight: Tensor, x: Tensor) -> Tensor:
+    """A weight in the type of the activations: on a CPU sixteen-bit weights are widened just in time."""
+    return weight.to(x.dtype)
+
+
+def _each(x: Tensor, weights: Tensor, wide: bool = False) -> Tensor:
+    """x[P, B, …, in] times weights[P, out, in]ᵀ, member by member; `wide` keeps the float32 sums of sixteen-bit products."""
+    flat, turned = x.reshape(x.shape[0], -1, x.shape[-1]), weights.transpose(1, 2)
+    if wide and x.dtype != torch.float32:
+        y = torch.bmm(flat, turned, out_dtype=torch.float32)
+    else:
+        y = torch.bmm(flat, turned)
+    return y.view(*x.shape[:-1], weights.shape[1])
 
 
 def _spread(vectors: Tensor, like: Tensor) -> Tensor:
@@ -135,23 +151,24 @@ def _low_rank(x: Tensor, weight: str, rank: int, population: Population, turned:
     if turned:
         left, right = right, left
     scales = population.factor_scales(rank).repeat_interleave(rank, dim=1)
-    inner = x @ right
-    return (inner * _spread(scales, inner)) @ left.T
+    inner = x @ right.to(x.dtype)  # ±1 in any type
+    return (inner * _spread(scales, inner)).to(x.dtype) @ left.T.to(x.dtype)
 
 
 def _lora_term(x: Tensor, lora: tuple[str, str], population: Population, scaling: float) -> Tensor:
+    """In float32: rounded to bfloat16, a factor would lose an eighth of its perturbation."""
     down, up = (population.member(name) for name in lora)
-    return _each(_each(x, down) * scaling, up)
+    return _each(_each(x.float(), down) * scaling, up)
 
 
 def _word_logits(
     x: Tensor, module: nn.Linear | Conv1D, weight: str | None, bias: str | None, population: Population
 ) -> Tensor:
-    """Logits of the label words only: the readout never needs the rest of the vocabulary."""
+    """Logits of the label words only, in float32: the readout never needs the rest of the vocabulary."""
     words = population.words
     assert words is not None
-    rows = population.member_rows(weight, words) if weight else module.weight[words].expand(len(x), -1, -1)
-    y = _each(x, rows)
+    rows = population.member_rows(weight, words) if weight else module.weight[words].float().expand(len(x), -1, -1)
+    y = _each(x.float(), rows)
     if bias:
         return y + _spread(population.member_rows(bias, words), y)
     return y if module.bias is None else y + module.bias[words]
@@ -161,10 +178,11 @@ def _embedding(population: Population, weight: str) -> Forward:
     def forward(ids: Tensor) -> Tensor:
         if population.diverged and ids.shape[0] != 1:
             own = ids.view(population.members, population.rows, *ids.shape[1:])
-            return torch.cat([population.member_rows(weight, own[m])[m] for m in range(population.members)])
+            found = torch.cat([population.member_rows(weight, own[m])[m] for m in range(population.members)])
+            return found.to(population.compute)
         # Every member sees the same tokens, so one member's rows are gathered and perturbed P ways.
         shared = ids if ids.shape[0] == 1 else ids[: population.rows]
-        rows = population.member_rows(weight, shared)
+        rows = population.member_rows(weight, shared).to(population.compute)
         if ids.shape[0] == 1:
             rows = rows.expand(-1, population.rows, *rows.shape[2:])
         return rows.reshape(population.members * population.rows, *rows.shape[2:])
@@ -175,12 +193,12 @@ def _embedding(population: Population, weight: str) -> Forward:
 def _layer_norm(module: nn.LayerNorm, path: str, population: Population, own: dict[str, str]) -> Forward:
     def forward(rows: Tensor) -> Tensor:
         x = population.split(rows, path)
-        y = F.layer_norm(x, module.normalized_shape, None, None, module.eps)
+        y = F.layer_norm(x.float(), module.normalized_shape, None, None, module.eps)
         gain = _spread(population.member(own["weight"]), y) if "weight" in own else module.weight
         shift = _spread(population.member(own["bias"]), y) if "bias" in own else module.bias
-        y = y if gain is None else y * gain
-        y = y if shift is None else y + shift
-        return y.reshape(rows.shape)
+        y = y if gain is None else y.mul_(gain)
+        y = y if shift is None else y.add_(shift)
+        return y.to(rows.dtype).reshape(rows.shape)
 
     return forward
 
@@ -194,10 +212,23 @@ def _any(module: nn.Module, path: str, population: Population, own: dict[str, st
         with _forward_set(module, original):
             return torch.func.functional_call(module, parameters, args, kwargs)
 
+    def split_of(value: Any) -> Any:
+        """A tensor by members; numbers in float32, as the small tensors they meet are."""
+        if not isinstance(value, Tensor):
+            return value
+        parts = population.split(value, path)
+        return parts.float() if parts.is_floating_point() and not holds_matrix else parts
+
+    holds_matrix = any(name in population.large for name in own.values())
+
     def forward(*args: Any, **kwargs: Any) -> Any:
         members = {key: _dense(name, population) for key, name in own.items()}
-        split = [population.split(a, path) if isinstance(a, Tensor) else a for a in args]
-        named = {k: population.split(v, path) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+        if holds_matrix:
+            members = {key: value.to(population.compute) for key, value in members.items()}
+        else:
+            members |= {k: p.float().expand(population.members, *p.shape) for k, p in frozen().items()}
+        split = [split_of(a) for a in args]
+        named = {k: split_of(v) for k, v in kwargs.items()}
         in_dims = tuple(0 if isinstance(a, Tensor) else None for a in split)
         mapped = torch.func.vmap(
             lambda parameters, tensors, *values: one(
@@ -206,7 +237,13 @@ def _any(module: nn.Module, path: str, population: Population, own: dict[str, st
             in_dims=(0, 0, *in_dims),
         )
         out = mapped(members, {k: v for k, v in named.items() if isinstance(v, Tensor)}, *split)
-        return out.flatten(0, 1)
+        return out.flatten(0, 1).to(population.compute)
+
+    def frozen() -> dict[str, Tensor]:
+        """The module's other tensors where they are of sixteen bits."""
+        if population.compute == torch.float32:
+            return {}
+        return {key: p for key, p in module.named_parameters(recurse=False) if key not in own}
 
     return forward
 

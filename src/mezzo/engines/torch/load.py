@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from mezzo import noise
-from mezzo.engines.hub import Family, fetched
+from mezzo.engines.hub import Family, fetched, quiet
 from mezzo.engines.torch.claims import weighed
 from mezzo.errors import ConfigError, ModelError
 
@@ -37,11 +38,7 @@ def load_model(
         auto = transformers.AutoModelForMaskedLM if family == "masked" else transformers.AutoModelForCausalLM
         extra = {}
     extra |= quantize or {}
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    progress = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.disable_progress_bar()
-    try:
+    with quiet():
         model, report = fetched(
             name,
             lambda path, **how: auto.from_pretrained(
@@ -54,10 +51,6 @@ def load_model(
                 **how,
             ),
         )
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-        if progress:
-            transformers.logging.enable_progress_bar()
     _fill_missing(model, sorted(report["missing_keys"]), name, seed, fresh_head=bool(classes))
     model.eval()
     model.requires_grad_(False)
@@ -95,3 +88,20 @@ def device_of(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def warm() -> None:
+    """Import what loading any model imports: for a process whose forks will load one."""
+    for name in (
+        "modeling_utils",
+        "modeling_layers",
+        "processing_utils",
+        "generation.utils",
+        "models.auto.modeling_auto",
+    ):
+        importlib.import_module(f"transformers.{name}")
+
+
+def gpus() -> int:
+    """How many GPUs there are to share out among workers."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

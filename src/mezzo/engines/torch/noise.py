@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mezzo import noise
+from mezzo import noise, rounding
 
 CACHED_BYTES = 256 * 2**20
 ALIGN = 64  # tensors laid side by side start at multiples of this many elements: whole words, whatever the kind
@@ -26,9 +26,18 @@ class NoiseSource:
         self._bytes: OrderedDict[tuple[int, str], Tensor] = OrderedDict()
         self._held = 0
 
-    def dense(self, seed: int, name: str, count: int, out: Tensor | None = None) -> Tensor:
-        """The tensor's flattened noise; in `out` if given, which must hold `count` rounded up to 64."""
-        return self.spread(self.packed(seed, name, count), out)[:count]
+    def dense(self, seed: int, name: str, count: int, start: int = 0, stop: int | None = None) -> Tensor:
+        """Elements [start, stop) of the flattened noise of a tensor of `count` elements; `start` is a multiple of 64."""
+        packed = self.packed(seed, name, count)
+        stop = count if stop is None else stop
+        per = noise.BITS[self.kind]
+        return self.spread(packed[start * per // 8 : -(-stop // ALIGN) * ALIGN * per // 8], None)[: stop - start]
+
+    def rounding(self, seed: int, name: str, start: int, stop: int) -> Tensor:
+        """Bytes that hold the sixteen rounding bits of each element in [start, stop)."""
+        first = start // 4
+        found = self.stream(seed, rounding.stream(name), first, -(-stop // 4))
+        return found[2 * (start - 4 * first) :][: 2 * (stop - start)]
 
     def rows(self, seed: int, name: str, shape: tuple[int, int], ids: Tensor) -> Tensor:
         """Rows `ids` of a matrix's noise, without spreading the others."""
@@ -51,16 +60,29 @@ class NoiseSource:
 
     def packed(self, seed: int, name: str, count: int, kind: noise.Kind | None = None) -> Tensor:
         """The stream's bytes for `count` elements, rounded up to 64 elements, on the device."""
-        return self._remembered((seed, name), lambda: _whole(kind or self.kind, seed, name, count))
+        words = -(-count // ALIGN) * noise.BITS[kind or self.kind]
+        return self._remembered((seed, name), lambda: self.stream(seed, name, 0, words))
 
-    def packed_side_by_side(self, seed: int, tensors: Sequence[tuple[str, int]]) -> Tensor:
+    def side_by_side(self, seed: int, tensors: Sequence[tuple[str, int]]) -> Tensor:
         """`packed` of several (name, count), one behind the other: one transfer to the device instead of many."""
         key = (seed, "\n".join(name for name, _ in tensors))
-        return self._remembered(key, lambda: np.concatenate([_whole(self.kind, seed, *tensor) for tensor in tensors]))
+        return self._remembered(key, lambda: self._joined(self.kind, seed, tensors))
 
-    def _remembered(self, key: tuple[int, str], make: Callable[[], npt.NDArray[np.uint8]]) -> Tensor:
+    def rounding_side_by_side(self, seed: int, tensors: Sequence[tuple[str, int]]) -> Tensor:
+        """`rounding` of several whole (name, count), laid out as `side_by_side` lays out their noise."""
+        return self._joined("gaussian", seed, [(rounding.stream(name), count) for name, count in tensors])
+
+    def stream(self, seed: int, name: str, first: int, last: int) -> Tensor:
+        """Words [first, last) of a stream as bytes on the device."""
+        return torch.from_numpy(_bytes(noise.words(seed, name, first, last))).to(self.device, non_blocking=True)
+
+    def _joined(self, kind: noise.Kind, seed: int, tensors: Sequence[tuple[str, int]]) -> Tensor:
+        found = [noise.words(seed, name, 0, -(-count // ALIGN) * noise.BITS[kind]) for name, count in tensors]
+        return torch.from_numpy(_bytes(np.concatenate(found))).to(self.device, non_blocking=True)
+
+    def _remembered(self, key: tuple[int, str], make: Callable[[], Tensor]) -> Tensor:
         if (found := self._bytes.get(key)) is None:
-            found = self._bytes[key] = torch.from_numpy(make()).to(self.device, non_blocking=True)
+            found = self._bytes[key] = make()
             self._held += found.numel()
             while self._held > CACHED_BYTES and len(self._bytes) > 1:
                 self._held -= self._bytes.popitem(last=False)[1].numel()
@@ -76,8 +98,8 @@ class NoiseSource:
         self._held = 0
 
 
-def _whole(kind: noise.Kind, seed: int, name: str, count: int) -> npt.NDArray[np.uint8]:
-    return noise.packed(kind, seed, name, 0, -(-count // ALIGN) * ALIGN)[0]
+def _bytes(words: noise.Words) -> npt.NDArray[np.uint8]:
+    return words.astype("<u8", copy=False).view(np.uint8)
 
 
 def _signs(packed: Tensor, out: Tensor | None) -> Tensor:
@@ -93,7 +115,7 @@ def _signs(packed: Tensor, out: Tensor | None) -> Tensor:
 
 def _normals(packed: Tensor, out: Tensor | None) -> Tensor:
     lanes = packed.view(torch.int16).int().bitwise_and(0xFFFF).bitwise_right_shift(4)
-    return _placed(_quantiles(packed.device)[lanes], out)
+    return _placed(quantiles(packed.device)[lanes], out)
 
 
 def _placed(values: Tensor, out: Tensor | None) -> Tensor:
@@ -107,5 +129,5 @@ def _sign_table() -> Tensor:
 
 
 @cache
-def _quantiles(device: torch.device) -> Tensor:
+def quantiles(device: torch.device) -> Tensor:
     return torch.from_numpy(noise.quantiles()).to(device)

@@ -8,76 +8,54 @@ large matrices are perturbed one at a time into scratch that all layers share.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mezzo import noise
-from mezzo.engines.torch.noise import ALIGN, NoiseSource
+from mezzo.engines.torch.flat import flats_of, is_large
+from mezzo.engines.torch.noise import NoiseSource
+from mezzo.engines.torch.plain import Plain
+from mezzo.engines.torch.points import Move, Point
 from mezzo.errors import ModelError
 from mezzo.types import Probe, Trained, Update
 
-SMALL = 64 * 1024  # elements; a larger matrix is perturbed on its own
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Where a small tensor lies in its flat buffer."""
-
-    trained: Trained
-    start: int
-    count: int
-
-
-class Flat:
-    """Small tensors of one decay setting in one buffer; gaps up to the next word belong to nobody."""
-
-    def __init__(self, tensors: Sequence[tuple[Trained, Tensor]]) -> None:
-        self.slots: list[Slot] = []
-        end = 0
-        for trained, tensor in tensors:
-            self.slots.append(Slot(trained, end, tensor.numel()))
-            end += -(-tensor.numel() // ALIGN) * ALIGN
-        device = tensors[0][1].device
-        self.values = torch.zeros(end, device=device)
-        self.decay = tensors[0][0].decay
-        for slot, (_, tensor) in zip(self.slots, tensors, strict=True):
-            self.values[slot.start : slot.start + slot.count] = tensor.detach().flatten()
-
-    def view(self, slot: Slot) -> Tensor:
-        return self.values[slot.start : slot.start + slot.count].view(slot.trained.shape)
-
-    def noise(self, source: NoiseSource, seed: int) -> Tensor:
-        packed = source.packed_side_by_side(seed, [(slot.trained.name, slot.count) for slot in self.slots])
-        return source.spread(packed, None)
-
 
 class Population:
-    """The trained tensors and, while a forward runs, the members' versions of them."""
+    """The trained tensors and, while a forward runs, the members' versions of them.
+
+    Tensors keep the type they come with. `compute` is the type of the activations: members of large matrices are made in it,
+    members of everything small in float32, because a step of ε would vanish in sixteen bits beside a gain of one.
+    """
 
     def __init__(
-        self, tensors: Sequence[tuple[Trained, Tensor]], source: NoiseSource, frozen: Mapping[str, Tensor] | None = None
+        self,
+        tensors: Sequence[tuple[Trained, Tensor]],
+        source: NoiseSource,
+        frozen: Mapping[str, Tensor] | None = None,
+        compute: torch.dtype = torch.float32,
     ) -> None:
-        self.source = source
+        self.work = worker(source)
+        self.compute = compute
         self.frozen = dict(frozen or {})  # LoRA factors that take part in the forward but are not trained
         self.trained = {trained.name: trained for trained, _ in tensors}
-        small = [(t, v) for t, v in tensors if not _is_large(t, v)]
-        self.large = {t.name: v.detach() for t, v in tensors if _is_large(t, v)}
-        self.flats = [
-            Flat(group) for decay in (True, False) if (group := [(t, v) for t, v in small if t.decay == decay])
-        ]
+        self.large = {t.name: v.detach().contiguous() for t, v in tensors if is_large(t, v)}
+        self.flats = flats_of([(t, v) for t, v in tensors if t.name not in self.large])
         self._views = {slot.trained.name: flat.view(slot) for flat in self.flats for slot in flat.slots}
-        self._scratch: dict[str, Tensor] = {}
+        self._scratch = torch.empty(0)
         self._small: dict[str, Tensor] = {}
-        self.probes: tuple[Probe, ...] = ()
+        self.point = Point((), source.device)
         self.rows = 0
         self.length = 0
         self.diverged = False
         """True while members read tokens of their own: text that each of them generated."""
         self.words: Tensor | None = None
         self.gather: Tensor | None = None
+
+    @property
+    def source(self) -> NoiseSource:
+        return self.work.source
 
     # ---- the weights themselves
 
@@ -96,104 +74,74 @@ class Population:
             self.source.forget()
 
     def apply(self, update: Update) -> None:
-        """θ ← fl(keep·θ), then fl(θ − fl(c·z)) term by term: separate operations, so that every machine rounds alike."""
-        terms = [(seed, coef) for seed, coef in update.terms if coef != 0.0]
+        """θ ← keep·θ − Σ c·z, to the rounding that `plain` states."""
+        move = Move(update, self.source.device)
         for flat in self.flats:
-            _decay(flat.values, update.keep, flat.decay)
-            for seed, coef in terms:
-                flat.values.sub_(flat.noise(self.source, seed).mul_(coef))
+            self.work.move_small(flat, move)
         for name, tensor in self.large.items():
-            trained = self.trained[name]
-            _decay(tensor, update.keep, trained.decay)
-            for seed, coef in terms:
-                tensor.sub_(self.unit_noise(trained, seed).mul_(noise.factor_scale(coef, trained.rank)))
-
-    def unit_noise(self, trained: Trained, seed: int) -> Tensor:
-        """A large tensor's noise in scratch; low-rank noise as the integers U·Vᵀ, without its 1/√r."""
-        if trained.rank:
-            left, right = self.source.factors(seed, trained.name, trained.shape, trained.rank)
-            flat = self.scratch("noise", left.shape[0] * right.shape[0], left.device)
-            return torch.mm(left, right.T, out=flat.view(trained.shape))
-        count = self.large[trained.name].numel()
-        room = self.scratch("noise", -(-count // ALIGN) * ALIGN, self.source.device)
-        return self.source.dense(seed, trained.name, count, room).view(trained.shape)
-
-    def scratch(self, use: str, count: int, device: torch.device) -> Tensor:
-        """A buffer that all layers share; grown to the largest."""
-        held = self._scratch.get(use)
-        if held is None or held.numel() < count:
-            held = self._scratch[use] = torch.empty(count, device=device)
-        return held[:count]
+            self.work.move(self.trained[name], tensor, move)
 
     # ---- the members of a forward
 
     @contextlib.contextmanager
     def at(self, probes: Sequence[Probe]) -> Iterator[None]:
         """Forwards inside compute every row block at its own probe."""
-        self.probes = tuple(probes)
-        self._small = self._small_members() if any(probe.terms for probe in probes) else {}
+        self.point = Point(tuple(probes), self.source.device)
+        self._small = self._small_members() if self.perturbed else {}
         try:
             yield
         finally:
-            self.diverged = False
-            self.probes, self._small, self.rows, self.length, self.words, self.gather = (), {}, 0, 0, None, None
+            self.diverged, self.point = False, Point((), self.source.device)
+            self._small, self.rows, self.length, self.words, self.gather = {}, 0, 0, None, None
+
+    @property
+    def probes(self) -> tuple[Probe, ...]:
+        return self.point.probes
 
     @property
     def members(self) -> int:
-        return len(self.probes)
+        return len(self.point.probes)
 
     @property
     def perturbed(self) -> bool:
-        return any(probe.terms for probe in self.probes)
+        return bool(self.point.seeds)
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(seed for probe in self.probes for seed, _ in probe.terms))
-
-    def scales(self) -> Tensor:
-        """[P, K]: the scale of seed k at member m."""
-        table = [[sum(scale for s, scale in probe.terms if s == seed) for seed in self.seeds] for probe in self.probes]
-        return torch.tensor(table, dtype=torch.float32, device=self.source.device)
+        return self.point.seeds
 
     def member(self, name: str) -> Tensor:
-        """[P, *shape] of a small tensor; a view of one row when nothing is perturbed."""
+        """[P, *shape] of a small tensor in float32; one row, seen P times, when nothing is perturbed."""
         if (found := self._small.get(name)) is not None:
             return found
-        value = self.value(name)
+        value = self.value(name).float()
         return value.expand(self.members, *value.shape)
 
     def member_matrix(self, name: str) -> Tensor:
-        """[P, *shape] of a large tensor with dense noise, in scratch: use it before asking for another."""
+        """[P, *shape] of a large tensor, in scratch that all layers share: use it before asking for another."""
         trained, value = self.trained[name], self.large[name]
-        out = self.scratch("members", self.members * value.numel(), value.device).view(self.members, *value.shape)
-        written = [False] * self.members
-        for seed in self.seeds:
-            z = self.unit_noise(trained, seed)
-            for index, probe in enumerate(self.probes):
-                for _, scale in (term for term in probe.terms if term[0] == seed):
-                    scale = noise.factor_scale(scale, trained.rank)
-                    torch.add(out[index] if written[index] else value, z, alpha=scale, out=out[index])
-                    written[index] = True
-        for index in range(self.members):
-            if not written[index]:
-                out[index] = value
+        count = self.members * value.numel()
+        if self._scratch.numel() < count:
+            self._scratch = torch.empty(count, device=value.device, dtype=self.compute)
+        out = self._scratch[:count].view(self.members, *value.shape)
+        self.work.members(trained, value, self.point, out)
         return out
 
     def member_rows(self, name: str, ids: Tensor) -> Tensor:
-        """[P, *ids.shape, width]: rows of a matrix at each member, without perturbing the rest of it."""
+        """[P, *ids.shape, width] in float32: rows of a matrix at each member, without perturbing the rest of it."""
         trained = self.trained[name]
         if name not in self.large:
             return self.member(name)[:, ids]
-        picked = self.large[name][ids]
+        picked = self.large[name][ids].float()
         if not self.perturbed:
             return picked.expand(self.members, *picked.shape)
         noises = torch.stack([self._noise_rows(trained, seed, ids) for seed in self.seeds])
-        scales = self.scales() if not trained.rank else self.factor_scales(trained.rank)
+        scales = self.factor_scales(trained.rank) if trained.rank else self.point.scales
         return picked + torch.tensordot(scales, noises, dims=1)
 
     def factor_scales(self, rank: int) -> Tensor:
         """[P, K] scales of the integer products U·Vᵀ."""
-        return self.scales() * (1 / rank**0.5)
+        return self.point.scales * (1 / rank**0.5)
 
     def split(self, tensor: Tensor, module: str) -> Tensor:
         """[P·B, …] → [P, B, …]. A leading 1 (a position table) is the same row for everyone, and sequences may come
@@ -220,21 +168,17 @@ class Population:
     def _small_members(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for flat in self.flats:
-            noises = torch.stack([flat.noise(self.source, seed) for seed in self.seeds])
-            values = torch.addmm(flat.values, self.scales(), noises)
+            values = self.work.small_members(flat, self.point)
             for slot in flat.slots:
                 block = values[:, slot.start : slot.start + slot.count]
                 found[slot.trained.name] = block.reshape(self.members, *slot.trained.shape)
         return found
 
 
-def _is_large(trained: Trained, tensor: Tensor) -> bool:
-    """Matrices of the model that are worth perturbing one at a time. Vectors and LoRA factors never are."""
-    if trained.rank:
-        return True
-    return tensor.ndim == 2 and tensor.numel() > SMALL and trained.kind not in ("lora_A", "lora_B")
+def worker(source: NoiseSource) -> Plain:
+    """Kernels where there is a GPU and Triton to write them in, plain torch elsewhere: the same weights bit for bit."""
+    if source.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from mezzo.engines.torch.fused import DeviceNoise, Fused
 
-
-def _decay(tensor: Tensor, keep: float, decays: bool) -> None:
-    if decays and keep != 1.0:
-        tensor.mul_(keep)
+        return Fused(DeviceNoise(source.kind, source.device))
+    return Plain(source)

@@ -1,0 +1,106 @@
+"""What is done to trained tensors, in plain torch on any device: members at a point, and the update in place.
+
+`fused` does the same in kernels. Large matrices are worked on a piece at a time, so that their noise takes little room.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from mezzo import noise, rounding
+from mezzo.engines.torch.flat import Flat
+from mezzo.engines.torch.noise import NoiseSource
+from mezzo.engines.torch.points import Move, Point
+from mezzo.engines.torch.rounding import store
+from mezzo.types import Trained, Update
+
+PIECE = {"cpu": 2**18}
+LARGEST_PIECE = 2**24
+"""Elements worked on at once: what a core's cache holds, or enough to keep another device busy."""
+
+
+class Plain:
+    """The reference: every other way of doing this gives the same weights bit for bit."""
+
+    def __init__(self, source: NoiseSource) -> None:
+        self.source = source
+
+    def small_members(self, flat: Flat, point: Point) -> Tensor:
+        """[P, n] of a flat buffer, in float32 whatever it is stored as."""
+        noises = torch.stack([self._flat_noise(flat, seed) for seed in point.seeds])
+        return torch.addmm(flat.values.float(), point.scales, noises)
+
+    def members(self, trained: Trained, value: Tensor, point: Point, out: Tensor) -> None:
+        """A matrix at every member into `out` [P, *shape], rounded once to the type of `out`."""
+        flat, rows = value.reshape(-1), out.view(len(point.probes), -1)
+        for start, stop in self._pieces(trained, value):
+            base = flat[start:stop].float()
+            noises = {seed: self._noise(trained, seed, start, stop) for seed in point.seeds}
+            for row, probe in zip(rows[:, start:stop], point.probes, strict=True):
+                moved = base
+                for seed, scale in probe.terms[:-1]:
+                    moved = torch.add(moved, noises[seed], alpha=noise.factor_scale(scale, trained.rank))
+                for seed, scale in probe.terms[-1:]:
+                    torch.add(moved, noises[seed], alpha=noise.factor_scale(scale, trained.rank), out=row)
+                if not probe.terms:
+                    row.copy_(base)
+
+    def move_small(self, flat: Flat, move: Move) -> None:
+        """A flat buffer after the move, in place."""
+
+        def bits() -> Tensor:
+            return self.source.rounding_side_by_side(rounding.seed_of(move.update), flat.named)
+
+        _move(flat.values, flat.decay, move.update, lambda seed: self._flat_noise(flat, seed), bits)
+
+    def move(self, trained: Trained, value: Tensor, move: Move) -> None:
+        """A matrix after the move, in place."""
+        flat, update = value.view(-1), move.update
+        scaled = [(seed, noise.factor_scale(coef, trained.rank)) for seed, coef in update.terms]
+        for start, stop in self._pieces(trained, value):
+            _move(
+                flat[start:stop],
+                trained.decay,
+                Update(tuple(scaled), update.keep),
+                lambda seed, a=start, b=stop: self._noise(trained, seed, a, b),  # type: ignore[misc]
+                lambda a=start, b=stop: self.source.rounding(rounding.seed_of(update), trained.name, a, b),  # type: ignore[misc]
+            )
+
+    def _flat_noise(self, flat: Flat, seed: int) -> Tensor:
+        return self.source.spread(self.source.side_by_side(seed, flat.named), None)
+
+    def _noise(self, trained: Trained, seed: int, start: int, stop: int) -> Tensor:
+        """A piece of a matrix's noise; low-rank noise as the integers U·Vᵀ, without its 1/√r."""
+        if not trained.rank:
+            return self.source.dense(seed, trained.name, math.prod(trained.shape), start, stop)
+        left, right = self.source.factors(seed, trained.name, trained.shape, trained.rank)
+        width = trained.shape[1]
+        return (left[start // width : stop // width] @ right.T).view(-1)
+
+    def _pieces(self, trained: Trained, value: Tensor) -> Iterator[tuple[int, int]]:
+        """Ranges of elements: whole rows for low-rank noise, whole words of the stream otherwise."""
+        size = PIECE.get(value.device.type, LARGEST_PIECE)
+        if trained.rank:
+            width = trained.shape[1]
+            size = max(1, size // width) * width
+        for start in range(0, value.numel(), size):
+            yield start, min(start + size, value.numel())
+
+
+def _move(
+    values: Tensor, decays: bool, update: Update, noise_of: Callable[[int], Tensor], bits: Callable[[], Tensor]
+) -> None:
+    """acc = fl(keep·θ), then fl(acc − fl(c·z)) a term at a time in float32: separate operations, so that every machine rounds
+    alike. Sixteen-bit weights are rounded once, at the end."""
+    acc = values.float()  # float32 weights themselves, or a copy
+    if decays and update.keep != 1.0:
+        acc.mul_(update.keep)
+    for seed, coef in update.terms:
+        if coef != 0.0:
+            acc.sub_(noise_of(seed).mul_(coef))
+    if values.dtype != torch.float32:
+        store(values, acc, bits())

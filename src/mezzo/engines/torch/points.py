@@ -1,0 +1,60 @@
+"""Where a forward looks and where an update goes, as values and as small tensors on the device that kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mezzo.types import Probe, Update
+
+
+@dataclass(frozen=True)
+class Point:
+    """The members of a forward: one probe each, and their distinct seeds."""
+
+    probes: tuple[Probe, ...]
+    device: torch.device
+
+    @cached_property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(seed for probe in self.probes for seed, _ in probe.terms))
+
+    @cached_property
+    def scales(self) -> Tensor:
+        """[P, K]: the scale of seed k at member m."""
+        table = [[sum(scale for s, scale in probe.terms if s == seed) for seed in self.seeds] for probe in self.probes]
+        return torch.tensor(table, dtype=torch.float32, device=self.device)
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """[K]: the seeds' bits."""
+        return words_on(self.device, self.seeds)
+
+
+@dataclass(frozen=True)
+class Move:
+    """An update on its way to the weights."""
+
+    update: Update
+    device: torch.device
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """[K]: the bits of every term's seed, of those that do not move anything too: the first decides the rounding."""
+        return words_on(self.device, [seed for seed, _ in self.update.terms] or [0])
+
+    @cached_property
+    def coefs(self) -> Tensor:
+        """[K + 1]: keep, then the coefficients."""
+        values = [self.update.keep, *(coef for _, coef in self.update.terms)]
+        return torch.tensor(values, dtype=torch.float32, device=self.device)
+
+
+def words_on(device: torch.device, words: Sequence[int]) -> Tensor:
+    """Unsigned 64-bit numbers as the int64 tensor with the same bits."""
+    return torch.from_numpy(np.array(words, dtype=np.uint64).view(np.int64)).to(device)

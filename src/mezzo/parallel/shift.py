@@ -1,0 +1,198 @@
+"""One shift: units of work handed out, late ones handed out again, doubtful answers asked for twice, until all are in."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mezzo.engines.units import Piece, Work, width_of
+from mezzo.parallel.answers import are_numbers, well_formed
+from mezzo.parallel.cost import Cost
+from mezzo.parallel.crew import Crew, Member, error_of
+from mezzo.parallel.orders import Answer, Failed
+from mezzo.types import Batch
+
+LATE, LATE_SECONDS = 4.0, 0.25
+"""A unit is offered to others after this many times its expected time, and not before these seconds."""
+LOST, LOST_SECONDS = 40.0, 60.0
+"""And its worker is ended after these, unless --worker-timeout says otherwise."""
+FIRST_SECONDS = 600.0
+"""The limit while nothing has been measured."""
+OPINIONS = 3
+"""Answers that are no numbers, after which one is believed although no two agree."""
+
+
+class Pace:
+    """How long a token takes: the median over recent answers, so that one slow worker does not set the measure."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self.timeout = timeout
+        self._seen: deque[float] = deque(maxlen=64)
+
+    def saw(self, seconds: float, cost: int) -> None:
+        self._seen.append(seconds / max(1, cost))
+
+    def expected(self, cost: int) -> float | None:
+        return statistics.median(self._seen) * cost if self._seen else None
+
+    def late(self, cost: int) -> float:
+        expected = self.expected(cost)
+        return self.limit(cost) if expected is None else max(LATE_SECONDS, LATE * expected)
+
+    def limit(self, cost: int) -> float:
+        if self.timeout is not None:
+            return self.timeout
+        expected = self.expected(cost)
+        return FIRST_SECONDS if expected is None else max(LOST_SECONDS, LOST * expected)
+
+
+@dataclass(eq=False)
+class Job:
+    """What one member was given: some units, as the pieces its engine computes."""
+
+    shift: Shift
+    works: frozenset[Work]
+    pieces: list[Piece]
+    offered: bool = False
+
+    @property
+    def cost(self) -> int:
+        return sum(piece.cost for piece in self.pieces)
+
+
+@dataclass
+class Doubt:
+    """Answers to one unit that are no numbers, by who gave them."""
+
+    answers: list[tuple[Member, np.ndarray[Any, Any]]] = field(default_factory=list)
+
+
+class Shift:
+    """Gets every unit of one question done by whoever is there."""
+
+    def __init__(
+        self,
+        crew: Crew,
+        pace: Pace,
+        cost: Cost,
+        question: str,
+        works: Sequence[Work],
+        cut: Callable[[Sequence[Work]], list[Piece]],
+        extra: tuple[Any, ...],
+    ) -> None:
+        self.crew, self.pace, self.cost = crew, pace, cost
+        self.question, self.cut, self.extra = question, cut, extra
+        self.order = {work: place for place, work in enumerate(works)}
+        # The longest first: what is left for the end is short.
+        self.waiting = list(reversed(works))
+        self.open = set(works)
+        self.found: dict[Work, Any] = {}
+        self.doubts: dict[Work, Doubt] = {}
+        self.failures: dict[Work, int] = {}
+
+    def run(self) -> dict[Work, Any]:
+        """What was found, unit by unit."""
+        while self.open:
+            self.crew.staff()
+            for member in self.crew.free:
+                if job := self._next(member):
+                    values = (job.pieces, *self.extra)
+                    self.crew.order(member, self.question, values, self.pace.limit(job.cost), job)
+            for member, _, job, reply in self.crew.replies(self._patience()):
+                if isinstance(job, Job) and job.shift is self and self.open & job.works:
+                    self._received(member, job, reply)
+            self._recover()
+        return self.found
+
+    # ---- out
+
+    def _next(self, member: Member) -> Job | None:
+        fitting = [work for work in self.waiting if not self._answered_by(member, work)]
+        if not fitting:
+            return None
+        size = max(1, len(fitting) // (2 * max(1, len(self.crew.up()))))
+        chosen = sorted(fitting[:size], key=self.order.__getitem__)
+        self.waiting = [work for work in self.waiting if work not in chosen]
+        return Job(self, frozenset(chosen), self.cut(chosen))
+
+    def _answered_by(self, member: Member, work: Work) -> bool:
+        """A doubtful unit goes to somebody else, as long as there is somebody else."""
+        given = [who for who, _ in self.doubts[work].answers] if work in self.doubts else []
+        return member in given and any(other not in given for other in self.crew.members)
+
+    def _busy(self) -> list[tuple[Member, Job]]:
+        mine = ((m, m.job) for m in self.crew.members if isinstance(m.job, Job))
+        return [(member, job) for member, job in mine if job.shift is self]
+
+    def _patience(self) -> float:
+        """Until the next unit is late."""
+        due = [m.since + (m.limit if job.offered else self.pace.late(job.cost)) for m, job in self._busy()]
+        return max(0.001, min([0.5, *(moment - time.monotonic() for moment in due)]))
+
+    def _recover(self) -> None:
+        """Offer what is late again, end who is silent, and take back what they had."""
+        now = time.monotonic()
+        for member, job in self._busy():
+            if not job.offered and now - member.since > self.pace.late(job.cost):
+                job.offered = True
+                self.cost.late += len(job.works)
+        self.crew.overdue()
+        held = {work for _, job in self._busy() if not job.offered for work in job.works}
+        back = self.open - held - set(self.waiting)
+        self.waiting = [w for w in self.waiting if w in self.open] + sorted(back, key=self.order.__getitem__)
+
+    # ---- in
+
+    def _received(self, member: Member, job: Job, reply: Answer | Failed) -> None:
+        if isinstance(reply, Failed):
+            self._failed(job, reply)
+            return
+        self.cost.worked(reply.seconds)
+        values = reply.value
+        if not isinstance(values, list) or len(values) != len(job.pieces):
+            self.crew.lose(member, "sent what is no answer")
+        elif self.question == "score" and not all(map(well_formed, values, job.pieces)):
+            self.crew.lose(member, "sent scores of a wrong shape")
+        else:
+            self.pace.saw(reply.seconds, job.cost)
+            for piece, value in zip(job.pieces, values, strict=True):
+                for work, batch, rows in piece.parts():
+                    if work in self.open:
+                        self._judge(member, work, batch, value, rows)
+
+    def _judge(self, member: Member, work: Work, batch: Batch, value: Any, rows: slice) -> None:
+        if self.question != "score":
+            self._accept(work, [texts[rows] for texts in value])
+            return
+        scores = value[:, rows, : width_of(batch)]
+        if are_numbers(scores, batch):
+            self._accept(work, scores)
+            for other, _ in self.doubts.get(work, Doubt()).answers:
+                if other is not member:
+                    self.crew.lose(other, "returned no numbers where another worker found some")
+            return
+        doubt = self.doubts.setdefault(work, Doubt())
+        genuine = any(np.array_equal(scores, earlier, equal_nan=True) for _, earlier in doubt.answers)
+        doubt.answers.append((member, scores))
+        if genuine or len(doubt.answers) >= OPINIONS:
+            self._accept(work, scores)
+        else:
+            self.cost.recomputed += 1  # `_recover` puts it back in the queue
+
+    def _accept(self, work: Work, value: Any) -> None:
+        self.crew.proven()
+        self.open.discard(work)
+        self.found[work] = value
+
+    def _failed(self, job: Job, reply: Failed) -> None:
+        """One worker's failure may be its own; the same from a second try is the run's."""
+        for work in self.open & job.works:
+            self.failures[work] = self.failures.get(work, 0) + 1
+            if self.failures[work] > 1:
+                raise error_of(reply)

@@ -1,0 +1,135 @@
+"""A worker: one engine, one position of the journal, and the answers to a driver's orders. The same for every transport."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mezzo.engines.base import Engine, EngineSpec, Unit
+from mezzo.engines.units import Piece
+from mezzo.errors import JournalError, MezzoError
+from mezzo.parallel.orders import Answer, Facts, Failed, Order, Post, Route, packed, unpacked
+from mezzo.rebuild import replay
+from mezzo.snapshots import Snapshots
+from mezzo.types import Batch, Scores
+
+
+class Worker:
+    """Holds an engine and brings it to where an order is asked."""
+
+    def __init__(self, post: Post) -> None:
+        self.post = post
+        self.engine = _opened(post)
+        self.position = 0
+
+    def facts(self) -> Facts:
+        engine = self.engine
+        joins = bool(getattr(engine, "joins_units", False))
+        return Facts(engine.unit, engine.trained, engine.base_digest, engine.describe(), joins, os.getpid())
+
+    def answer(self, order: Order) -> Any:
+        self.go(order.route)
+        return getattr(self, f"on_{order.question}")(*order.values)
+
+    def go(self, route: Route) -> None:
+        """Follow a route; one that starts behind this worker's position begins at the base model again."""
+        if route.start == 0 and self.position > 0:
+            self.engine.close()
+            self.engine, self.position = _opened(self.post), 0
+        if route.start != self.position:
+            raise JournalError(f"a worker at step {self.position} was sent the updates from step {route.start} on")
+        snapshots = Snapshots(Path(route.snapshots)) if route.snapshots and route.start == 0 else None
+        replay(self.engine, route.updates, route.marks, snapshots)
+        self.position = route.end
+
+    # ---- questions
+
+    def on_score(self, pieces: Sequence[Piece], unit: Unit) -> list[Scores]:
+        self.engine.unit = unit
+        return [self.engine.score(piece.batch, piece.probes) for piece in pieces]
+
+    def on_generate(self, pieces: Sequence[Piece], unit: Unit, tokens: int) -> list[list[list[tuple[int, ...]]]]:
+        self.engine.unit = unit
+        return [self.engine.generate(piece.batch, piece.probes, tokens) for piece in pieces]
+
+    def on_check(self, batch: Batch, eps: float) -> None:
+        self.engine.check(batch, eps)
+
+    def on_digest(self) -> str:
+        return self.engine.digest()
+
+    def on_state(self) -> dict[str, npt.NDArray[np.generic]]:
+        return self.engine.state()
+
+    def on_describe(self) -> dict[str, Any]:
+        return self.engine.describe()
+
+    def on_move(self) -> None:
+        """The route was all there was to do."""
+
+
+def _opened(post: Post) -> Engine:
+    module, _, function = post.factory.partition(":")
+    engine: Engine = getattr(importlib.import_module(module), function)(_placed(post.spec, post.number))
+    return engine
+
+
+def _placed(spec: EngineSpec, number: int) -> EngineSpec:
+    """Workers of one machine share its GPUs out among themselves."""
+    if spec.device not in ("auto", "cuda") or spec.tp > 1:
+        return spec
+    from mezzo.engines.torch.load import gpus
+
+    return dataclasses.replace(spec, device=f"cuda:{number % count}") if (count := gpus()) else spec
+
+
+class Service:
+    """A worker behind bytes: what is asked, and whatever goes wrong, comes back as one reply."""
+
+    def __init__(self) -> None:
+        self.worker: Worker | None = None
+
+    def reply(self, data: bytes) -> tuple[bytes, bool]:
+        """The reply, and whether the worker can go on."""
+        began = time.perf_counter()
+        try:
+            asked = unpacked(data)
+            if isinstance(asked, Post):
+                self.worker = Worker(asked)
+                value: Any = self.worker.facts()
+            else:
+                assert self.worker is not None
+                value = self.worker.answer(asked)
+            found: Answer | Failed = Answer(value, time.perf_counter() - began)
+        except MezzoError as error:
+            lost = self.worker is None or isinstance(error, JournalError)  # nobody knows where its weights are
+            found = Failed(type(error).__name__, str(error), fatal=lost)
+        except Exception as error:
+            found = Failed("RunFailed", f"{type(error).__name__}: {error}", fatal=True)
+        return packed(found), not (isinstance(found, Failed) and found.fatal)
+
+    def close(self) -> None:
+        if self.worker is not None:
+            self.worker.engine.close()
+
+
+def serve(connection: Connection) -> None:
+    """Answer orders until the driver has gone."""
+    service, going = Service(), True
+    try:
+        while going:
+            reply, going = service.reply(connection.recv_bytes())
+            connection.send_bytes(reply)
+    except (EOFError, OSError):
+        pass
+    finally:
+        service.close()

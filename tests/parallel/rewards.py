@@ -1,0 +1,11 @@
+"""A reward over generated text, found by name."""
+
+from __future__ import annotations
+
+from mezzo.rewards import over_texts
+from mezzo.types import Prompt
+
+
+@over_texts
+def short(text: str, prompt: Prompt) -> float:
+    return 1.0 / (1 + len(text))

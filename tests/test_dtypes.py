@@ -1,0 +1,91 @@
+"""Whole runs in sixteen bits: verified, resumed, rebuilt and exported as float32 ones are."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import mezzo
+from mezzo import api, defaults, rounding
+from mezzo.errors import ConfigError, JournalError
+from mezzo.journal import read
+
+SPACES = {"full": {"space": "full"}, "matrices": {"space": "matrices", "noise": "gaussian"}, "lora": {"space": "lora"}}
+
+
+@pytest.fixture
+def options(tiny_folder: str, tiny_data: str) -> dict[str, Any]:
+    method = {"steps": 12, "batch_size": 4, "eval_every": 6, "lr": 1e-3, "eps": 1e-2, "weight_decay": 0.1, "samples": 2}
+    data = {"model": tiny_folder, "task": "sst-2", "train": tiny_data, "dev": tiny_data}
+    return {**data, **method, "threads": 1, "device": "cpu", "snapshot_minutes": 0.0}
+
+
+@pytest.mark.parametrize("dtype", rounding.SHORT)
+@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+def test_a_run_is_rebuilt_bit_for_bit(options, tmp_path, space, dtype):
+    run = api.finetune(**options, **space, dtype=dtype, out=str(tmp_path / "r"))
+    header = read(tmp_path / "r").header
+    assert (header["dtype"], header["rounding"]) == (dtype, rounding.VERSION)
+    assert api.finetune(**{**options, "steps": 5}, **space, dtype=dtype, out=str(tmp_path / "cut")).digest != run.digest
+    assert api.finetune(resume=str(tmp_path / "cut"), steps=12, threads=1).digest == run.digest
+    shutil.rmtree(tmp_path / "r" / "snapshots")
+    found = api.verify(tmp_path / "r")
+    assert found.ok
+    assert found.digest == run.digest
+    api.export(tmp_path / "r", "journal", tmp_path / "c.mezzo")
+    rebuilt, _ = api.rebuilt(tmp_path / "c.mezzo", at=5)
+    live, _ = api.rebuilt(tmp_path / "cut", at=5)
+    assert rebuilt.digest() == live.digest()
+
+
+@pytest.mark.parametrize("dtype", rounding.SHORT)
+def test_exports_load_elsewhere(options, tmp_path, dtype):
+    from peft import PeftModel
+    from transformers import AutoModelForMaskedLM
+
+    api.finetune(**options, space="full", dtype=dtype, out=str(tmp_path / "full"))
+    engine, _ = api.rebuilt(tmp_path / "full", at=12)
+    api.export(tmp_path / "full", "model", tmp_path / "model", at=12)
+    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert loaded.dtype == getattr(torch, dtype)
+    weights = dict(loaded.named_parameters())
+    for name, value in engine.state().items():
+        np.testing.assert_array_equal(weights[name].detach().float().numpy(), value)
+
+    api.finetune(**options, space="lora", dtype=dtype, out=str(tmp_path / "lora"))
+    engine, _ = api.rebuilt(tmp_path / "lora", at=12)
+    api.export(tmp_path / "lora", "adapter", tmp_path / "adapter", at=12)
+    base = AutoModelForMaskedLM.from_pretrained(options["model"], dtype=getattr(torch, dtype))
+    adapted = dict(PeftModel.from_pretrained(base, str(tmp_path / "adapter")).named_parameters())
+    for name, value in engine.state().items():
+        found = adapted[
+            "base_model.model." + name.replace("lora_A", "lora_A.default").replace("lora_B", "lora_B.default")
+        ]
+        assert found.dtype == torch.float32
+        np.testing.assert_array_equal(found.detach().numpy(), value)
+
+
+@pytest.mark.parametrize(("dtype", "noise"), defaults.NOISE.items())
+def test_directions_by_default_suit_the_type(options, tmp_path, dtype, noise):
+    api.finetune(**{**options, "steps": 1}, space="full", dtype=dtype, out=str(tmp_path / "r"))
+    header = read(tmp_path / "r").header
+    assert header["config"]["noise"] == noise
+    assert any(t["rank"] for t in header["tensors"]) == (noise == "lowrank")
+
+
+def test_another_type_is_refused(options, tmp_path):
+    with pytest.raises(ConfigError, match="did you mean 'bfloat16'"):
+        mezzo.finetune(**options, dtype="bfloat", out=str(tmp_path / "r"))
+    with pytest.raises(ConfigError, match="float32 only"):
+        mezzo.finetune(**options, engine="sglang", dtype="bfloat16", out=str(tmp_path / "r"))
+    api.finetune(**options, dtype="bfloat16", out=str(tmp_path / "r"))
+    with pytest.raises(ConfigError, match="dtype belongs to the run"):
+        api.rebuilt(tmp_path / "r", dtype="float16")
+    content = read(tmp_path / "r")
+    content.header["config"]["dtype"] = "float16"  # the base that the journal was written for has other bits
+    with pytest.raises(JournalError, match="the base model has changed"):
+        api.base_engine(content)

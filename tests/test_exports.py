@@ -1,0 +1,127 @@
+"""What leaves a run folder: cards with its figures, models that load elsewhere, journals from which a stranger rebuilds."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM
+
+import mezzo
+from mezzo import api
+from mezzo.cli import main
+from mezzo.errors import ModelError
+
+ROBERTA = "mezzo/roberta-mini"
+
+
+@pytest.fixture(scope="module")
+def run(tiny_folder, tiny_data, tmp_path_factory):
+    """LoRA on a copy of the tiny model, at whose third evaluation dev is best or not, as it comes."""
+    folder = tmp_path_factory.mktemp("exports")
+    base = shutil.copytree(tiny_folder, folder / "base")
+    options = {"task": "sst-2", "train": tiny_data, "dev": tiny_data, "threads": 1, "batch_size": 4, "space": "lora"}
+    return mezzo.finetune(
+        str(base), **options, steps=30, lr=1e-2, eps=1e-2, eval_every=6, out=str(folder / "run"), seed=3
+    )
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+
+
+def test_the_card_has_the_runs_numbers_and_its_code_loads(run, tmp_path, capfd):
+    for kind in ("adapter", "model"):
+        out = tmp_path / kind
+        capfd.readouterr()
+        assert main(["export", run.out, kind, "--out", str(out)]) == 0
+        assert capfd.readouterr().err == "", "no bars of other libraries"
+        text = (out / "README.md").read_text()
+        low, high = run.interval
+        assert f"{run.value:.1%} ({low:.1%} to {high:.1%})" in text
+        assert f"{run.zero_shot:.1%}" in text and f"{run.zero_shot_calibrated:.1%}" in text
+        assert f"after {run.best_step} steps" in text
+        assert str(tmp_path) not in text, "folders of this machine are nobody's business"
+        (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+        names: dict = {}
+        base = api.config_of(run.out)["model"]
+        exec(
+            code.replace("THIS FOLDER", str(out)).replace('from_pretrained("base"', f'from_pretrained("{base}"'), names
+        )
+        assert names["model"].num_parameters() > 0
+    at_zero = tmp_path / "zero"
+    mezzo.export(run.out, "adapter", at_zero, at=0)
+    assert "after 0 steps" in (at_zero / "README.md").read_text()
+    assert "final" not in (at_zero / "README.md").read_text()
+
+
+def test_a_strangers_journal_and_the_base_model_give_the_model(run, tmp_path, monkeypatch, capsys):
+    mine = mezzo.export(run.out, "model", tmp_path / "mine")
+    mezzo.export(run.out, "journal", tmp_path / "sent.mezzo")
+    shutil.move(api.config_of(run.out)["model"], tmp_path / "base elsewhere")  # as on another machine
+    monkeypatch.chdir(tmp_path)
+    try:
+        assert main(["export", "sent.mezzo", "model", "--model", "base elsewhere", "--out", "theirs"]) == 0
+        assert main(["export", "sent.mezzo", "model", "--out", "nowhere"]) == 2
+        assert "pass an existing model folder" in capsys.readouterr().err
+    finally:
+        shutil.move(tmp_path / "base elsewhere", api.config_of(run.out)["model"])
+    ours, theirs = weights(mine), weights(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert "holds no evaluations" in (tmp_path / "theirs" / "README.md").read_text()
+
+
+def test_a_compact_journal_knows_its_best_step(run, tmp_path):
+    content = api.open_journal(mezzo.export(run.out, "journal", tmp_path / "j.mezzo"))
+    assert content.header["best"] == run.best_step
+    assert api.best_step(tmp_path / "j.mezzo", content) == run.best_step
+    for strange in (-1, 10**9, "3", None, [1]):
+        content.header["best"] = strange
+        assert api.best_step(tmp_path / "j.mezzo", content) == content.steps
+
+
+def test_a_bundled_models_settings_go_with_its_merged_model(tmp_path, capsys):
+    run = mezzo.finetune(ROBERTA, steps=1, batch_size=2, eval_limit=4, threads=1, out=str(tmp_path / "run"))
+    merged = mezzo.export(run.out, "model", tmp_path / "merged")
+    for model in (ROBERTA, str(merged)):
+        assert main(["train", "--model", model, "--print-config"]) == 0
+    printed = capsys.readouterr().out.split("[model]")[1:]
+    first, second = (
+        [x for x in text.splitlines() if re.match("space|lr|eps|steps|schedule|batch", x)] for text in printed
+    )
+    assert first == second
+    for bad in ("[1]", '{"lora": {"lr": "fast"}}', '{"lora": {"remote_code": true}}', "{", '{"lora": 3}'):
+        (merged / "mezzo.json").write_text(bad)
+        with pytest.raises(ModelError, match=r"mezzo.json cannot be used"):
+            mezzo.finetune(str(merged), steps=1)
+
+
+def test_a_runs_config_json_reproduces_it(tiny_folder, tiny_data, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = {
+        "columns": ["text"],
+        "template": "{text} All in all it was [MASK].",
+        "words": {"negative": "terrible", "positive": "great"},
+    }
+    rows = [json.loads(line) for line in Path(tiny_data).read_text().splitlines()]
+    first = mezzo.finetune(
+        tiny_folder, task=words, train=rows, dev=rows, steps=4, batch_size=4, threads=1, out="first/run", seed=5
+    )
+    assert main(["train", "--config", "first/run/config.json", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert again["digest"] == first.digest
+    assert again["out"] != first.out
+    assert main(["train", "--config", "first/run", "--out", "third", "--steps", "5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps"] == 5
+    Path("bad.json").write_text('{"stepz": 3}')
+    assert main(["train", "--config", "bad.json"]) == 2
+    assert "did you mean 'steps'?" in capsys.readouterr().err
+    for bad, message in (("[1]", "holds no options"), ("{", "is not valid JSON")):
+        Path("bad.json").write_text(bad)
+        assert main(["train", "--config", "bad.json"]) == 2
+        assert message in capsys.readouterr().err

@@ -1,0 +1,196 @@
+"""What goes wrong in a run is noticed while it runs: with plain numbers, then with real runs on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import mezzo
+from mezzo.cli import main
+from mezzo.errors import ConfigError
+from mezzo.health import Health, verdict
+from mezzo.trackers import Trackers, figures_of
+from tests.conftest import SENTENCES
+
+
+def kinds(losses, slopes=lambda step: [1.0], looks=(), objective="cross_entropy"):
+    """The kinds found, in order, over a run of these losses; `looks` are (step, dev loss, dev value)."""
+    health, found = Health(objective), []
+    for step in range(len(losses) + 1):
+        for at, loss, value in looks:
+            if at == step:
+                found += [f.kind for f in health.see("evaluation", {"step": step, "loss": loss, "value": value})]
+        if step < len(losses):
+            values = {"step": step, "loss": losses[step], "slopes": slopes(step)}
+            found += [f.kind for f in health.see("step", values)]
+    return found
+
+
+WAVE = [0.5 + 0.2 * ((7 * step) % 10 - 4.5) / 4.5 for step in range(400)]
+"""Losses that only vary with the batch."""
+FALLING = [loss * (1 - step / 500) for step, loss in enumerate(WAVE)]
+
+
+def test_an_ordinary_run_is_not_complained_about():
+    assert kinds(WAVE, looks=[(0, 0.5, 0.7), (200, 0.49, 0.71), (400, 0.5, 0.69)]) == []
+    assert kinds(FALLING, looks=[(0, 0.5, 0.7), (200, 0.4, 0.8), (400, 0.41, 0.8)]) == []
+    assert kinds(WAVE, slopes=lambda step: [float(step % 15 == 0)], objective="accuracy") == []
+
+
+def test_exploding_and_creeping_divergence():
+    exploding = WAVE[:50] + [0.5 + step**2 for step in range(50)]
+    assert kinds(exploding) == ["diverging"]
+    assert kinds([0.5, *([800.0] * 20)]) == ["diverging"], "from the first step on"
+    creeping = [loss + step / 1000 for step, loss in enumerate(WAVE)]
+    assert kinds(creeping, looks=[(0, 0.5, 0.7), (200, 0.75, 0.6)]) == ["diverging"]
+    assert kinds([*WAVE[:50], 9.0, *WAVE[50:]]) == [], "one bad batch is no divergence"
+
+
+def test_a_dead_signal_is_told_once_and_with_the_right_advice():
+    assert kinds(WAVE, slopes=lambda step: [0.0]) == ["no signal"]
+    assert kinds(WAVE, slopes=lambda step: [0.0, 1e-9]) == []
+    for objective, word in (("accuracy", True), ("cross_entropy", False)):
+        health = Health(objective)
+        texts = [f.text for s in range(30) for f in health.see("step", {"step": s, "loss": 0.5, "slopes": [0.0]})]
+        assert len(texts) == 1
+        assert "--eps" in texts[0]
+        assert ("--objective cross_entropy" in texts[0]) == word
+
+
+def test_overfitting_needs_a_falling_training_loss():
+    looks = [(0, 0.6, 0.6), (100, 0.5, 0.75), (200, 0.52, 0.74), (400, 0.7, 0.65)]
+    assert kinds(FALLING, looks=looks) == ["overfitting"]
+    assert kinds(WAVE, looks=looks) == []
+    assert kinds(FALLING, looks=[(0, 0.6, 0.6), (200, 0.5, 0.7), (400, 0.7, 0.8)]) == [], "dev accuracy still rises"
+
+
+@pytest.mark.parametrize(
+    ("found", "value", "interval", "best", "word"),
+    [
+        ((), 0.85, (0.82, 0.88), 900, "worked"),
+        (("overfitting",), 0.85, (0.82, 0.88), 300, "worked"),
+        (("overfitting",), 0.76, (0.72, 0.80), 300, "overfits"),
+        ((), 0.77, (0.73, 0.80), 900, "unclear"),
+        ((), 0.74, (0.70, 0.78), 0, "did not move"),
+        ((), 0.60, (0.55, 0.65), 900, "got worse"),
+        (("diverging",), 0.74, (0.70, 0.78), 0, "diverged"),
+        (("no signal",), 0.74, (0.70, 0.78), 0, "no signal"),
+        (("no signal",), 0.85, (0.82, 0.88), 0, "worked"),
+        ((), None, None, 0, "not tested"),
+    ],
+)
+def test_the_verdict(found, value, interval, best, word):
+    assert verdict(set(found), value, interval, 0.70, 0.75, best).word == word
+
+
+# ---- real runs
+
+
+@pytest.fixture
+def options(tiny_folder, tiny_data, tmp_path):
+    return {
+        "model": tiny_folder,
+        "task": "sst-2",
+        "train": tiny_data,
+        "dev": tiny_data,
+        "space": "full",
+        "batch_size": 8,
+        "threads": 1,
+        "device": "cpu",
+        "eval_every": 20,
+        "out": str(tmp_path / "run"),
+    }
+
+
+def noted(run: mezzo.Run) -> list[dict]:
+    """The warnings as the run folder has them."""
+    lines = (Path(run.out) / "metrics.jsonl").read_text().splitlines()
+    return [entry for line in lines if (entry := json.loads(line))["event"] == "warning"]
+
+
+def test_a_learning_rate_that_explodes(options):
+    run = mezzo.finetune(**options, steps=60, lr=3e-2, eps=1e-3)
+    assert "the run is diverging" in " ".join(run.warnings)
+    assert "--lr three to ten times smaller" in " ".join(run.warnings)
+    assert run.verdict.startswith("diverged")
+    assert [entry["kind"] for entry in noted(run)] == ["diverging"]
+
+
+def test_a_counted_objective_with_a_tiny_eps(options):
+    run = mezzo.finetune(**options, objective="accuracy", steps=40, lr=1e-6, eps=1e-6)
+    assert run.zero_slope_share == 1
+    assert run.verdict.startswith("no signal")
+    assert [entry["kind"] for entry in noted(run)] == ["no signal"]
+
+
+def test_dev_labels_turned_round_are_overfitting(options, tmp_path):
+    turned = tmp_path / "turned.jsonl"
+    other = {"negative": "positive", "positive": "negative"}
+    rows = [{"text": text, "label": other[label]} for label, texts in SENTENCES.items() for text in texts]
+    turned.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = mezzo.finetune(**{**options, "dev": str(turned), "batch_size": 16}, steps=200, lr=1e-3, eps=1e-3)
+    assert [entry["kind"] for entry in noted(run)] == ["overfitting"]
+    assert run.verdict.startswith("overfits")
+    resumed = mezzo.finetune(resume=run.out, steps=220)
+    assert resumed.warnings == (), "what was said before is not said again"
+    assert resumed.verdict.startswith("overfits")
+
+
+# ---- trackers
+
+
+def test_tensorboard_gets_the_figures(options):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = mezzo.finetune(**options, steps=20, track="tensorboard")
+    assert run.warnings == ()
+    events = EventAccumulator(str(Path(run.out) / "tensorboard"))
+    events.Reload()
+    metrics = [json.loads(line) for line in (Path(run.out) / "metrics.jsonl").read_text().splitlines()]
+    losses = [entry["loss"] for entry in metrics if entry["event"] == "step"]
+    assert [e.value for e in events.Scalars("train/loss")] == pytest.approx(losses)
+    assert [e.step for e in events.Scalars("dev/accuracy")] == [0, 20]
+    assert events.Scalars("test/accuracy")[0].value == pytest.approx(run.accuracy)
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_the_services_take_a_run_without_a_network(name, options, monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    pytest.importorskip(name)
+    run = mezzo.finetune(**options, steps=4, track=name)
+    assert run.warnings == ()
+    assert list(tmp_path.rglob("*.wandb" if name == "wandb" else "*.db"))
+
+
+def test_a_tracker_that_fails_does_not_stop_the_run(options):
+    run = mezzo.finetune(**options, steps=4)
+    Path(run.out, "tensorboard").write_text("in the way of the tracker's folder")
+    again = mezzo.finetune(resume=run.out, steps=8, track="tensorboard")
+    assert again.steps == 8
+    assert "the tracker tensorboard failed and is left out" in again.warnings[0]
+    assert mezzo.verify(run.out).ok
+
+
+def test_a_tracker_that_fails_on_the_way_is_told_once(tmp_path):
+    trackers = Trackers()
+    trackers.start(["tensorboard"], tmp_path, {})
+    step = {"step": 0, "loss": 0.5, "slopes": [1.0], "lr": 1e-3}
+    assert list(trackers.tell("step", step)) == []
+    (said,) = trackers.tell("step", {**step, "loss": "not a number"})
+    assert "tensorboard failed" in said
+    assert list(trackers.tell("step", step)) == []
+    assert figures_of("start", {"step": 0}) == (0, {})
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_happens(options, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"--track trackio needs a package that is not installed: pip install 'trackio'"
+    ):
+        mezzo.finetune(**options, track="trackio")
+    assert not Path(options["out"]).exists()
+    assert main(["train", "--track", "tensorbord"]) == 2
+    assert "did you mean 'tensorboard'?" in capsys.readouterr().err

@@ -1,0 +1,133 @@
+"""Kernels give the bits of plain torch, which are those of NumPy: on a GPU, or interpreted (TRITON_INTERPRET=1) on a CPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mezzo import noise
+from mezzo.engines.torch.flat import Flat
+from mezzo.engines.torch.noise import NoiseSource
+from mezzo.engines.torch.plain import Plain
+from mezzo.engines.torch.points import Move, Point
+from mezzo.types import Probe, Trained, Update
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (torch.cuda.is_available() or INTERPRETED):
+    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+SEEDS = (2**64 - 3, 12345)
+SHAPES = [(7, 5), (33, 40), (64, 64)] if INTERPRETED else [(7, 5), (33, 40), (64, 64), (1000, 1030), (4096, 1024)]
+TERMS = ((SEEDS[0], float(np.float32(3e-3))), (17, 0.0), (SEEDS[1], float(np.float32(-1e-5))))
+UPDATES = {
+    "one": Update(TERMS[:1]),
+    "several": Update(TERMS, keep=float(np.float32(0.999))),
+    "idle-first": Update(((17, 0.0), *TERMS[2:])),
+    "decay": Update(((5, 0.0),), keep=0.5),
+    "subnormal": Update(((9, float(np.float32(1e-40))),)),
+}
+
+
+def workers(kind: noise.Kind) -> tuple[Any, Plain]:
+    from mezzo.engines.torch.fused import DeviceNoise, Fused
+
+    return Fused(DeviceNoise(kind, DEVICE)), Plain(NoiseSource(kind, torch.device("cpu")))
+
+
+def weights(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Ordinary weights with a few of every awkward size among them."""
+    rng = np.random.default_rng(seed)
+    values = rng.normal(0, 0.02, shape).astype(np.float32).ravel()
+    awkward = [0.0, -0.0, 1e-40, -3e-39, 6e-8, -5e-5, 6.2e-5, 1.0, -1.0, 60_000.0]
+    values[: len(awkward)] = awkward[: len(values)]
+    return torch.from_numpy(values).view(shape).to(dtype)
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    kind = torch.int32 if tensor.dtype == torch.float32 else torch.int16
+    return tensor.detach().cpu().contiguous().view(kind).numpy()
+
+
+@pytest.mark.parametrize("kind", noise.KINDS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_streams_are_numpys(kind, seed):
+    fused, _ = workers(kind)
+    for first, last in ((0, 1), (0, 700), (3, 9), (1001, 1024)):
+        found = fused.source.stream(seed, "a.weight", first, last).cpu().numpy().view("<u8")
+        np.testing.assert_array_equal(found, noise.words(seed, "a.weight", first, last))
+    np.testing.assert_array_equal(
+        fused.source.dense(seed, "w", 130).cpu().numpy(), noise.dense(kind, seed, "w", 0, 130)
+    )
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("kind", noise.KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("decay", [True, False], ids=["decays", "stays"])
+def test_updates_of_matrices(shape, kind, dtype, decay):
+    fused, plain = workers(kind)
+    for rank in (0, 3, 8):
+        trained = Trained(f"w{rank}", shape, "matrix", rank=rank if rank < min(shape) else 0, decay=decay)
+        for name, update in UPDATES.items():
+            here, there = weights(shape, dtype), weights(shape, dtype).to(DEVICE)
+            plain.move(trained, here, Move(update, here.device))
+            fused.move(trained, there, Move(update, DEVICE))
+            np.testing.assert_array_equal(bits(there), bits(here), err_msg=f"{name}, rank {rank}")
+
+
+def flats(dtype: torch.dtype, device: torch.device) -> Flat:
+    shapes = ((70,), (5, 9), (1,), (64,), (300,))
+    return Flat(
+        [(Trained(f"t{i}", shape, "bias"), weights(shape, dtype, i).to(device)) for i, shape in enumerate(shapes)]
+    )
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("kind", noise.KINDS)
+def test_updates_of_small_tensors(kind, dtype):
+    fused, plain = workers(kind)
+    for name, update in UPDATES.items():
+        here, there = flats(dtype, torch.device("cpu")), flats(dtype, DEVICE)
+        plain.move_small(here, Move(update, torch.device("cpu")))
+        fused.move_small(there, Move(update, DEVICE))
+        for slot, other in zip(here.slots, there.slots, strict=True):
+            np.testing.assert_array_equal(bits(there.view(other)), bits(here.view(slot)), err_msg=name)
+
+
+PROBES = {
+    "pair": (Probe(((SEEDS[0], 1e-3),)), Probe(((SEEDS[0], -1e-3),))),
+    "mixed": (Probe(), Probe(((1, 0.02), (2, -0.01))), Probe(((2, 0.03),))),
+}
+
+
+@pytest.mark.parametrize("probes", PROBES.values(), ids=PROBES)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("kind", noise.KINDS)
+def test_members(kind, dtype, probes):
+    """Each sign is θ ± ε·z in float32, rounded once to what the members are made in."""
+    fused, plain = workers(kind)
+    shape = SHAPES[-1]
+    trained = Trained("some.weight", shape, "matrix")
+    value = weights(shape, dtype)
+    found = torch.empty(len(probes), *shape, dtype=dtype, device=DEVICE)
+    fused.members(trained, value.to(DEVICE), Point(probes, DEVICE), found)
+    wide = torch.empty(len(probes), *shape)
+    plain.members(trained, value, Point(probes, torch.device("cpu")), wide)
+    allowed = 1e-7 if dtype == torch.float32 else float(torch.finfo(dtype).eps)
+    np.testing.assert_allclose(found.float().cpu().numpy(), wide.numpy(), rtol=allowed, atol=1e-7)
+
+    here, there = flats(dtype, torch.device("cpu")), flats(dtype, DEVICE)
+    small = fused.small_members(there, Point(probes, DEVICE))
+    assert small.dtype == torch.float32
+    expected = plain.small_members(here, Point(probes, torch.device("cpu")))
+    for slot in here.slots:
+        part = slice(slot.start, slot.start + slot.count)
+        np.testing.assert_allclose(small[:, part].cpu().numpy(), expected[:, part].numpy(), rtol=1e-6, atol=1e-7)
