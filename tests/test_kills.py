@@ -13,7 +13,7 @@ from mezzo.journal import read
 from mezzo.space import SPACES
 from tests.processes import kill_after, start, wait_for
 
-STEPS = 150
+STEPS = 90
 EVERY = [(space, "float32") for space in (*SPACES, "*attention*")]
 EVERY += [(space, dtype) for space in SPACES for dtype in CHOICES["dtype"] if dtype != "float32"]
 
@@ -40,7 +40,7 @@ def test_three_kills(space, dtype, options, tmp_path):
     for kill in range(3):
         fresh = not (run / "journal.jsonl").exists()
         process = start({**options, "out": str(run)} if fresh else {"resume": str(run), "threads": 1})
-        wait_for(run / "journal.jsonl", 30 * (kill + 1))  # further on each time
+        wait_for(run / "journal.jsonl", 20 * (kill + 1))  # further on each time
         assert kill_after(process, chance.random() * 0.02), "the run was over before it could be killed"
         places.append(read(run).steps)
     assert 0 < places[0] < places[1] < places[2] < STEPS
