@@ -21,7 +21,8 @@ LARGEST_RANK = 32
 """Signs of a factor's row that fit into the kernel's number; noise of a higher rank is left to plain torch."""
 KINDS = {"rademacher": kernels.SIGNS, "gaussian": kernels.NORMALS}
 TYPES = {torch.float32: kernels.FLOAT32, torch.bfloat16: kernels.BFLOAT16, torch.float16: kernels.FLOAT16}
-PERTURB, UPDATE = {"R": 128, "num_warps": 4}, {"R": 64, "num_warps": 4}
+PERTURB = UPDATE = {"R": 128, "num_warps": 4}
+"""Rows of 64 elements a program: as many as it has threads, so that each makes the noise of one row."""
 EXACT = {"enable_fp_fusion": False}
 """A product and a sum are two roundings, as everywhere else."""
 
@@ -137,6 +138,7 @@ class Fused(Plain):
             width,
             rank,
             float(np.float32(1 / np.sqrt(rank))) if rank else 1.0,
+            WIDE=width >= ALIGN,
             TERMS=len(move.update.terms),
             KIND=kernels.FACTORS if rank else KINDS[self.source.kind],
             FLAT=index is not None,
