@@ -66,6 +66,11 @@ def test_streams_are_numpys(kind, seed):
     np.testing.assert_array_equal(
         fused.source.dense(seed, "w", 130).cpu().numpy(), noise.dense(kind, seed, "w", 0, 130)
     )
+    ids = torch.tensor([[3, 0, 3], [6, 1, 2]])
+    for width in (64, 5, 128):
+        whole = noise.dense(kind, seed, f"e{width}", 0, 7 * width).reshape(7, width)
+        found = fused.source.rows(seed, f"e{width}", (7, width), ids.to(DEVICE))
+        np.testing.assert_array_equal(found.cpu().numpy(), whole[ids.numpy()])
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

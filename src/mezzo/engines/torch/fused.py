@@ -36,10 +36,26 @@ class DeviceNoise(NoiseSource):
         self._seeds: dict[int, Tensor] = {}
 
     def stream(self, seed: int, name: str, first: int, last: int) -> Tensor:
-        out = torch.empty(last - first, dtype=torch.int64, device=self.device)
+        return self._words(seed, name, last - first, first, None, 1)
+
+    def rows(self, seed: int, name: str, shape: tuple[int, int], ids: Tensor) -> Tensor:
+        """Only the words of these rows are made, where rows are whole words."""
+        per_row, rest = divmod(shape[1] * noise.BITS[self.kind], 64)
+        if rest:
+            return super().rows(seed, name, shape, ids)
+        packed = self._words(seed, name, ids.numel() * per_row, 0, ids.contiguous(), per_row)
+        return self.spread(packed, None).view(*ids.shape, shape[1])
+
+    def _words(self, seed: int, name: str, count: int, first: int, rows: Tensor | None, per_row: int) -> Tensor:
+        out = torch.empty(count, dtype=torch.int64, device=self.device)
         size = 256
-        if len(out):
-            kernels.words[(-(-len(out) // size),)](out, len(out), first, self.seed(seed), self.keys(name), B=size)
+        if count:
+            keys = self.keys(name)
+            kernels.words[(-(-count // size),)](
+                *(out, count, first, keys if rows is None else rows, per_row, self.seed(seed), keys),
+                PICKED=rows is not None,
+                B=size,
+            )
         return out.view(torch.uint8)
 
     def keys(self, name: str) -> Tensor:

@@ -201,12 +201,17 @@ def update(
 
 
 @triton.jit
-def words(out, count, first, seeds, keys, B: tl.constexpr):
-    """Words [first, first + count) of a stream."""
+def words(out, count, first, rows, per_row, seeds, keys, PICKED: tl.constexpr, B: tl.constexpr):
+    """Words [first, first + count) of a stream; or, of a stream with `per_row` words a row, those of the rows picked."""
     place = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     seed = tl.load(seeds).to(tl.uint64, bitcast=True)
     key = tl.load(keys).to(tl.uint64, bitcast=True)
-    found = word(seed, key, (place + first).to(tl.uint64))
+    if PICKED:
+        line = place // per_row
+        number = tl.load(rows + line, mask=place < count, other=0) * per_row + (place - line * per_row)
+    else:
+        number = place + first
+    found = word(seed, key, number.to(tl.uint64))
     tl.store(out + place, found.to(tl.int64, bitcast=True), mask=place < count)
 
 
