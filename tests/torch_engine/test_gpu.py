@@ -63,7 +63,7 @@ def test_weights_after_updates_are_those_of_a_cpu(space, kind, dtype, small, mon
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_scores_equal_weights_written_in(family, dtype, small, monkeypatch):
-    """As far from float32 as an ordinary forward in the type is, at most twice."""
+    """About as far from float32 as an ordinary forward in the type is: both round, in another order."""
     monkeypatch.setattr(flat, "SMALL", small)
     model = make(*family).to(dtype)
     pristine, batch = copy.deepcopy(model).float(), make_batch()
@@ -76,7 +76,8 @@ def test_scores_equal_weights_written_in(family, dtype, small, monkeypatch):
             twin = written(pristine, engine.trained, engine.state(), "rademacher", probe, space)
             expected = plain_scores(twin, batch)
             ordinary = plain_scores(twin.to("cuda", dtype), batch)
-            allowed = 2 * np.abs(ordinary - expected).max() + 2e-4 * max(1.0, np.abs(expected).max())
+            rounding = max(2e-4, float(torch.finfo(dtype).eps)) * max(1.0, np.abs(expected).max())
+            allowed = 2 * np.abs(ordinary - expected).max() + rounding
             assert np.abs(scores[index] - expected).max() <= allowed, space
 
 

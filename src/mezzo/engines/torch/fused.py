@@ -154,7 +154,7 @@ class Fused(Plain):
             width,
             rank,
             float(np.float32(1 / np.sqrt(rank))) if rank else 1.0,
-            WIDE=width >= ALIGN,
+            ALIGNED=width % ALIGN == 0,
             TERMS=len(move.update.terms),
             KIND=kernels.FACTORS if rank else KINDS[self.source.kind],
             FLAT=index is not None,

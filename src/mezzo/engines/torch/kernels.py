@@ -62,20 +62,24 @@ def scaled_noise(scale, seed, key, row, table, KIND: tl.constexpr, R: tl.constex
 
 
 @triton.jit
-def scaled_product(scale, row, real, left, right, width, rank, WIDE: tl.constexpr):
+def scaled_product(scale, row, real, left, right, rows, width, rank, ALIGNED: tl.constexpr):
     """[R, 64]: scale·U·Vᵀ; `left` and `right` hold the signs of a factor's row as the bits of one number.
 
-    WIDE matrices have rows of 64 elements and more, so that at most one of them ends within our 64.
+    In an ALIGNED matrix, whose rows are multiples of 64 elements, one of our rows lies in one row of the matrix.
     """
-    first = row.to(tl.int64) * ROW
-    line = first // width
-    place = (first - line * width).to(tl.int32)[:, None] + tl.arange(0, ROW)[None, :]
-    if WIDE:
-        over = (place >= width).to(tl.int32)
+    lane = tl.arange(0, ROW)[None, :]
+    if ALIGNED:
+        per_line = width // ROW
+        line = row.to(tl.int32) // per_line
+        u = tl.load(left + line, mask=line < rows, other=0)[:, None]
+        v = tl.load(right + ((row.to(tl.int32) - line * per_line) * ROW)[:, None] + lane, mask=real, other=0)
     else:
+        first = row.to(tl.int64) * ROW
+        line = first // width
+        place = (first - line * width).to(tl.int32)[:, None] + lane
         over = place // width
-    u = tl.load(left + line[:, None] + over, mask=real, other=0)
-    v = tl.load(right + place - over * width, mask=real, other=0)
+        u = tl.load(left + line[:, None] + over, mask=real, other=0)
+        v = tl.load(right + place - over * width, mask=real, other=0)
     differ = ones_of((u ^ v).to(tl.uint32, bitcast=True)).to(tl.int32)
     return scale * (rank - 2 * differ).to(tl.float32)
 
@@ -147,7 +151,7 @@ def perturb(
             tl.store(out + member * count + at, moved.to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "width", "rank"])
 def update(
     value,
     count,
@@ -162,7 +166,7 @@ def update(
     width,
     rank,
     unit,
-    WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     TERMS: tl.constexpr,
     KIND: tl.constexpr,
     FLAT: tl.constexpr,
@@ -188,7 +192,9 @@ def update(
         seed = tl.load(seeds + term).to(tl.uint64, bitcast=True)
         coef = tl.load(coefs + 1 + term)
         if KIND == FACTORS:
-            step = scaled_product(coef * unit, row, real, left + term * rows, right + term * width, width, rank, WIDE)
+            step = scaled_product(
+                coef * unit, row, real, left + term * rows, right + term * width, rows, width, rank, ALIGNED
+            )
         else:
             step = scaled_noise(coef, seed, key, row, table, KIND, R)
         acc = tl.where(coef != 0.0, acc - step, acc)  # −0 would not survive −0 − (−0)
@@ -200,7 +206,7 @@ def update(
         tl.store(value + at, rounded(acc, random, DTYPE), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "first", "per_row"])
 def words(out, count, first, rows, per_row, seeds, keys, PICKED: tl.constexpr, B: tl.constexpr):
     """Words [first, first + count) of a stream; or, of a stream with `per_row` words a row, those of the rows picked."""
     place = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
@@ -215,7 +221,7 @@ def words(out, count, first, rows, per_row, seeds, keys, PICKED: tl.constexpr, B
     tl.store(out + place, found.to(tl.int64, bitcast=True), mask=place < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def factor_rows(out, count, seeds, keys, RANK: tl.constexpr, B: tl.constexpr):
     """out[k, i]: the RANK signs of row i of a low-rank factor under seed k, as bits of one number."""
     place = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
