@@ -1,6 +1,6 @@
 """How fast a GPU makes members and updates of a whole model's tensors: milliseconds and GB/s, beside a plain copy.
 
-python benchmarks/kernels.py --rounds 20
+python benchmarks/noise_kernels.py --rounds 20
 """
 
 from __future__ import annotations
