@@ -21,6 +21,7 @@ _LAZY = {
     "Run": "mezzo.run",
     "RunConfig": "mezzo.config",
     "MezzoError": "mezzo.errors",
+    "load_prefix": "mezzo.exports",
     "MLMConfig": "mezzo.tasks",
     "Task": "mezzo.tasks",
     "MeZOTrainer": "mezzo.trainer",

@@ -90,7 +90,7 @@ def _is_path(value: Any) -> bool:
 
 def _refuse_changes(given: Mapping[str, Any], config: str | Path | None) -> None:
     """A resumed run is the same run: only its limits and its machine may differ."""
-    refused = sorted(set(given) - set(starting.RESUMABLE)) + (["a config file"] if config else [])
+    refused = sorted(set(given) - {*starting.RESUMABLE, "objective"}) + (["a config file"] if config else [])
     if refused:
         raise ConfigError(
             f"a resumed run keeps its settings; {', '.join(refused)} cannot change (only {', '.join(starting.RESUMABLE)} can)"
@@ -128,7 +128,7 @@ def open_journal(path: str | Path) -> Content:
     return import_compact(path) if compact else read(path)
 
 
-MACHINE = ("model", "engine", "device", "threads", "micro_batch", "tp", "url", "remote_code")
+MACHINE = ("model", "engine", "device", "threads", "micro_batch", "cache_mb", "tp", "url", "remote_code")
 """What may differ when a journal's weights are rebuilt: where the base model lies and what computes."""
 ASKED = (
     "task",
@@ -143,6 +143,7 @@ ASKED = (
     "max_new_tokens",
 )
 """What may be asked of the rebuilt weights: another task, another prompt, other data."""
+MOST_CLASSES = 100_000
 POOL = ("train", "k", "data_seed")
 """Where demonstrations come from."""
 
@@ -156,11 +157,14 @@ def base_engine(content: Content, **changes: Any) -> tuple[Engine, assembly.Part
     # Weights do not depend on what ran the model: without a word about it, this process rebuilds them itself.
     here: dict[str, Any] = {} if "engine" in given else {"engine": "torch", "tp": 1, "url": ()}
     here |= {"device": "auto", "threads": None, "eval_limit": None}  # of that run's machine and of its own looks at dev
+    here |= {"remote_code": False}  # a model's code runs only for who asks for it, not because a journal says so
     try:
         header = content.header
         config = from_mapping({**header["config"], **here, **given})
-        family, classes, recorded = header["family"], int(header["classes"]), get_task(header["task"])
-    except (KeyError, TypeError, ValueError) as error:
+        family, classes, recorded = header["family"], int(header["classes"]), get_task(dict(header["task"]))
+        if family not in ("masked", "causal") or not 0 <= classes <= MOST_CLASSES:
+            raise ValueError(f"a {family} model with {classes} classes")
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise JournalError(f"{content.path}: the header lacks what a rebuild needs: {error}") from None
     changed = any(name in given for name in ("task", "template", "words"))
     parts = assembly.prepare(config, assembly.task_of(config, family) if changed else recorded)
@@ -200,7 +204,10 @@ def best_step(path: str | Path, content: Content) -> int:
     looks = [
         (e["value"], -e["step"])
         for e in Folder(Path(path)).metrics()
-        if e.get("event") == "evaluation" and {"value", "step"} <= set(e) and e["step"] <= content.steps
+        if e.get("event") == "evaluation"
+        and isinstance(e.get("value"), (int, float))
+        and isinstance(e.get("step"), int)
+        and 0 <= e["step"] <= content.steps
     ]
     return -max(looks)[1] if looks else content.steps
 
@@ -332,7 +339,8 @@ def _predicted(engine: Engine, parts: assembly.Parts, examples: list[Example]) -
 def _opened(run: str | Path | None, at: int | None, options: dict[str, Any]) -> tuple[Engine, assembly.Parts]:
     if run is not None:
         return rebuilt(run, at, **options)
-    parts = assembly.prepare(resolve({"space": "full", **options}))
+    space = "lora" if options.get("quantize") else "full"
+    parts = assembly.prepare(resolve({"space": space, **options}))
     engine = assembly.engine_for(parts.config, parts.family, parts.classes, parts.tokenizer.pad_token_id)
     return engine, parts
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from mezzo import noise, rounding
+from mezzo import noise, rounding, starts
 from mezzo.config import RunConfig, pairs
 from mezzo.defaults import with_defaults
 from mezzo.engines import open_engine
 from mezzo.engines.base import Engine, EngineSpec
 from mezzo.engines.hub import Family, family_of, load_config, load_tokenizer, longest_input
-from mezzo.errors import ConfigError, DataError, JournalError
+from mezzo.errors import ConfigError, DataError, JournalError, ModelError
 from mezzo.evaluation import Evaluation, Examined, evaluate, evaluate_texts
 from mezzo.files import write_atomically
 from mezzo.space import Space
@@ -47,6 +47,8 @@ class Parts:
     task: Task
     encoder: Encoder
     tokenizer: Any
+    vocabulary: int | None = None
+    """How many tokens the model knows."""
 
     @property
     def classes(self) -> int:
@@ -72,7 +74,18 @@ class Parts:
 
     def encode(self, examples: Sequence[Example], draw: int = 0) -> tuple[Prompt, ...]:
         """Prompts; `draw` numbers the sampling of demonstrations."""
-        return self.encoder.batch(examples, draw).prompts if examples else ()
+        prompts = self.encoder.batch(examples, draw).prompts if examples else ()
+        self.refuse_foreign(token for p in prompts for ids in (p.ids, *p.candidates) for token in ids)
+        return prompts
+
+    def refuse_foreign(self, tokens: Iterable[int]) -> None:
+        """A token that the model has no row for would be read from anywhere, or not at all."""
+        largest = max(tokens, default=0)
+        if self.vocabulary is not None and largest >= self.vocabulary:
+            raise ModelError(
+                f"the tokenizer of {self.config.model} makes token {largest}, and the model knows {self.vocabulary}: "
+                "they do not belong together"
+            )
 
 
 def prepare(config: RunConfig, task: Task | None = None) -> Parts:
@@ -84,12 +97,21 @@ def prepare(config: RunConfig, task: Task | None = None) -> Parts:
     model_config = load_config(config.model, config.remote_code)
     family = family_of(model_config)
     config = with_defaults(config, family)
+    if config.quantize and config.space not in ("lora", "prefix"):
+        raise ConfigError(
+            f"a quantised base stays as it is: --quantize goes with --space lora or prefix, not {config.space!r}"
+        )
+    longest = longest_input(model_config)
+    if config.space == "prefix" and longest is not None and config.prefix_tokens > longest:
+        raise ConfigError(
+            f"--prefix-tokens {config.prefix_tokens} is more than the {longest} tokens {config.model} can read"
+        )
     task = task or task_of(config, family)
     tokenizer = load_tokenizer(config.model, config.remote_code)
     encoder = Encoder(
         task,
         tokenizer,
-        max_length=_length(config, task, longest_input(model_config)),
+        max_length=_length(config, task, longest),
         demonstrations=splits_of(config, task).train if config.demonstrations else (),
         readout=cast(Any, config.readout),
         vocabulary=config.objective == "vocabulary_cross_entropy",
@@ -99,7 +121,10 @@ def prepare(config: RunConfig, task: Task | None = None) -> Parts:
         raise ConfigError(
             f"vocabulary_cross_entropy reads label words; this task's readout is {encoder.readout.kind!r}"
         )
-    return Parts(config, family, task, encoder, tokenizer)
+    size = getattr(model_config, "vocab_size", None)
+    parts = Parts(config, family, task, encoder, tokenizer, size if isinstance(size, int) else None)
+    parts.refuse_foreign((*encoder.readout.words, tokenizer.pad_token_id or 0))
+    return parts
 
 
 def _length(config: RunConfig, task: Task, longest: int | None) -> int | None:
@@ -216,11 +241,31 @@ def space_of(config: RunConfig) -> Space:
         rank=config.rank,
         alpha=config.alpha,
         targets=config.targets,
+        tokens=config.prefix_tokens,
         only=config.only,
         layers=config.layers,
         noise_rank=config.noise_rank if config.noise == "lowrank" else 0,
         decay=config.decay,
     )
+
+
+PREFIX_TEXT = (
+    "It was late when the train came in. A few people stood on the platform with their bags, looking for a face they knew, "
+    "and an old man with a dog walked slowly up and down. The rain had stopped, the lamps were lit, and from the small "
+    "station house came the sound of a radio on which somebody was telling a story about the sea. Nobody listened to it. "
+    "When the doors opened, everyone began to talk at once: about the journey, the weather, the price of a cup of tea."
+)
+"""An ordinary text, whose keys and values a prefix starts from. The seed decides where in it."""
+
+
+def _prefix_ids(config: RunConfig) -> tuple[int, ...]:
+    """As many tokens of the text as the prefix is long."""
+    ids = load_tokenizer(config.model, config.remote_code)(PREFIX_TEXT, add_special_tokens=False)["input_ids"]
+    if not ids:
+        return ()
+    ids = ids * -(-2 * config.prefix_tokens // len(ids))
+    start = int(noise.order(config.seed, "prefix", len(ids) - config.prefix_tokens + 1)[0])
+    return tuple(ids[start : start + config.prefix_tokens])
 
 
 def engine_for(config: RunConfig, family: Family, classes: int, pad_id: int | None) -> Engine:
@@ -239,10 +284,13 @@ def spec_of(config: RunConfig, family: Family, classes: int, pad_id: int | None)
         noise_kind="gaussian" if config.noise == "gaussian" else "rademacher",
         seed=config.seed,
         pad_id=pad_id or 0,
+        cache_mb=config.cache_mb,
+        prefix_ids=_prefix_ids(config) if config.space == "prefix" else (),
         device=config.device,
         dtype=config.dtype,
         threads=config.threads,
         remote_code=config.remote_code,
+        quantize=config.quantize,
         tp=config.tp,
         urls=config.url,
     )
@@ -256,6 +304,7 @@ def header_of(parts: Parts, engine: Engine, train: Sequence[Prompt]) -> dict[str
         "seed": config.seed,
         "samples": config.samples,
         "base": engine.base_digest,
+        **starts.kept(engine),
         "family": parts.family,
         "classes": parts.classes,
         "tensors": [

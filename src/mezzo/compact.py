@@ -18,7 +18,8 @@ from mezzo.noise import step_seed
 from mezzo.types import StepRecord, Update
 
 MAGIC = b"mezzo-journal-1\n"
-LARGEST = 2**31  # bytes that a compact journal may unpack to
+LARGEST_HEADER = 64 * 2**20  # bytes; what a stranger's file may unpack to is decided before it is unpacked
+MOST_TERMS = 4_000_000  # steps times samples
 
 
 def export_compact(content: Content, path: Path, best: int | None = None) -> int:
@@ -26,7 +27,12 @@ def export_compact(content: Content, path: Path, best: int | None = None) -> int
 
     `best` is the position that a reader takes without being told another.
     """
-    seed, samples = int(content.header["seed"]), int(content.header["samples"])
+    try:
+        seed, samples = int(content.header["seed"]), int(content.header["samples"])
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise JournalError(f"{content.path}: the header lacks what a compact journal needs") from None
+    if samples < 1 or content.steps * samples > MOST_TERMS:
+        raise JournalError(f"{content.path}: a compact journal holds at most {MOST_TERMS:,} directions")
     coefs = np.full((content.steps, samples), np.nan, dtype="<f4")
     keeps = np.ones(content.steps, dtype="<f4")
     for record in content.records:
@@ -60,12 +66,16 @@ def import_compact(path: Path) -> Content:
         raise JournalError(f"{path} is damaged: its checksum does not match")
     try:
         header_part, coef_part, keep_part = _parts(body)
-        header = json.loads(header_part)
-        steps, samples, seed = int(header["steps"]), int(header["samples"]), int(header["seed"])
-        coefs = _from_planes(coef_part).reshape(steps, samples)
-        keeps = _from_planes(keep_part).reshape(steps)
+        header = json.loads(_unpacked(header_part, LARGEST_HEADER))
+        steps, samples, seed = (_whole(header[name]) for name in ("steps", "samples", "seed"))
+        if samples < 1 or steps * samples > MOST_TERMS:
+            raise ValueError(f"it claims {steps} steps of {samples} directions, and {MOST_TERMS:,} is the most")
+        coefs = _from_planes(_unpacked(coef_part, 4 * steps * samples)).reshape(steps, samples)
+        keeps = _from_planes(_unpacked(keep_part, 4 * steps)).reshape(steps)
+        if np.isinf(coefs).any() or not np.isfinite(keeps).all():
+            raise ValueError("a step of it is not finite")
         marks = {int(step): str(digest) for step, digest in header["marks"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError, zlib.error, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, zlib.error, RecursionError) as error:
         raise JournalError(f"{path} is not a valid compact journal: {error}") from None
     records = []
     for step in range(steps):
@@ -88,8 +98,24 @@ def _from_planes(data: bytes) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 
 def _parts(body: bytes) -> Iterator[bytes]:
-    while body:
+    for _ in range(3):
         length = int.from_bytes(body[:8], "little")
-        inflate = zlib.decompressobj()
-        yield inflate.decompress(body[8 : 8 + length], LARGEST)
+        yield body[8 : 8 + length]
         body = body[8 + length :]
+    if body:
+        raise ValueError("there is more in it than a journal")
+
+
+def _unpacked(part: bytes, size: int) -> bytes:
+    """At most `size` bytes: a small file must not become a large one."""
+    inflate = zlib.decompressobj()
+    data = inflate.decompress(part, size + 1)
+    if len(data) > size:
+        raise ValueError("it unpacks to more than it says")
+    return data
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r} is no count")
+    return value

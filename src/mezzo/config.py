@@ -33,8 +33,16 @@ class RunConfig:
     dtype: str = option(
         "model", "float32", "type of the weights: float32, bfloat16, float16; a CPU computes in float32"
     )
+    quantize: str | None = option(
+        "model", None, "keep the frozen base in 8bit or 4bit, by bitsandbytes; with --space lora or prefix"
+    )
     micro_batch: int | None = option(
         "model", None, "examples in one forward; less needs less memory [8 on a CPU, else the whole batch]"
+    )
+    cache_mb: float = option(
+        "model",
+        256.0,
+        "memory to keep what frozen lower layers make of each example, with --layers or a head; 0 keeps nothing",
     )
     threads: int | None = option("model", None, "CPU threads [all cores, or OMP_NUM_THREADS]")
     tp: int = option("model", 1, "ranks that SGLang splits the model over (tensor parallelism)")
@@ -81,11 +89,12 @@ class RunConfig:
     eval_limit: int | None = option("task", None, "use at most this many dev and test examples")
 
     space: str | None = option(
-        "space", None, "what is trained: full, matrices, lora, head, a pattern [lora, or the bundled model's]"
+        "space", None, "what is trained: full, matrices, lora, prefix, head, a pattern [lora, or the bundled model's]"
     )
     rank: int = option("space", 8, "rank of LoRA")
     alpha: float = option("space", 16.0, "LoRA's scale; its product is multiplied by alpha/rank")
     targets: tuple[str, ...] = option("space", (), "linear layers LoRA attaches to, or all-linear [query and value]")
+    prefix_tokens: int = option("space", 5, "length of a prefix: trained keys and values per layer")
     only: tuple[str, ...] = option("space", (), "of the space, train only tensors that match these patterns")
     layers: str = option("space", "", "of the space, train only these layers, e.g. 4: for the upper ones")
     noise: str | None = option(
@@ -184,7 +193,7 @@ def convert(name: str, value: Any) -> Any:
     wanted = next(arm for arm in arms if arm is not type(None))
     try:
         return _convert(value, wanted)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         word = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(
             wanted, "a list of words"
         )
@@ -243,6 +252,7 @@ def _checked(config: RunConfig) -> RunConfig:
         "k",
         "max_length",
         "rank",
+        "prefix_tokens",
         "noise_rank",
         "steps",
         "batch_size",
@@ -256,6 +266,10 @@ def _checked(config: RunConfig) -> RunConfig:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, not {value}")
+    for name, most in MOST.items():
+        value = getattr(config, name)
+        if value is not None and value > most:
+            raise ConfigError(f"{name} must be at most {most}, not {value}")
     for name in ("eps", "time_limit", "alpha", "worker_timeout"):
         value = getattr(config, name)
         if value is not None and not 0 < value < float("inf"):
@@ -269,6 +283,7 @@ def _checked(config: RunConfig) -> RunConfig:
         "demonstrations",
         "snapshot_minutes",
         "check_workers",
+        "cache_mb",
     ):
         value = getattr(config, name)
         if value is not None and not 0 <= value < float("inf"):
@@ -279,6 +294,8 @@ def _checked(config: RunConfig) -> RunConfig:
             raise ConfigError(f"{name} must lie between 0 and 2^63, not {value}")
     if config.engine != "sglang" and (config.url or config.tp != 1):
         raise ConfigError("--url and --tp belong to SGLang: add --engine sglang")
+    if config.engine != "torch" and config.quantize:
+        raise ConfigError("--quantize belongs to the torch engine; a server loads its model as it was told to")
     if config.ray_address and not config.workers:
         raise ConfigError("--ray-address says where workers run: add --workers N")
     for name, choices in CHOICES.items():
@@ -290,8 +307,12 @@ def _checked(config: RunConfig) -> RunConfig:
     return config
 
 
+MOST = {"samples": 4096, "threads": 1024, "tp": 1024, "demonstrations": 1024, "max_new_tokens": 65536}
+"""Where a slip, or a stranger's configuration, would exhaust the machine. Ranks and lengths are held to the model's own."""
+
 CHOICES: dict[str, tuple[str, ...]] = {
     "engine": ("torch", "sglang"),
+    "quantize": ("8bit", "4bit"),
     "dtype": ("float32", "bfloat16", "float16"),
     "readout": ("auto", "words", "head", "candidates"),
     "noise": ("rademacher", "gaussian", "lowrank"),

@@ -19,10 +19,12 @@ PUBLISHED: dict[tuple[str, str], dict[str, float]] = {
     ("masked", "full"): {"lr": 1e-6, "eps": 1e-3, "weight_decay": 0.0},
     ("masked", "matrices"): {"lr": 1e-6, "eps": 1e-3, "weight_decay": 0.0},
     ("masked", "lora"): {"lr": 5e-5, "eps": 1e-3, "weight_decay": 0.1},
+    ("masked", "prefix"): {"lr": 5e-3, "eps": 1e-1, "weight_decay": 0.0},
     ("masked", "head"): {"lr": 1e-4, "eps": 1e-3, "weight_decay": 0.0},
     ("causal", "full"): {"lr": 1e-6, "eps": 1e-3, "weight_decay": 0.0},
     ("causal", "matrices"): {"lr": 1e-6, "eps": 1e-3, "weight_decay": 0.0},
     ("causal", "lora"): {"lr": 1e-4, "eps": 1e-2, "weight_decay": 0.0},
+    ("causal", "prefix"): {"lr": 1e-2, "eps": 1e-1, "weight_decay": 0.0},
     ("causal", "head"): {"lr": 1e-4, "eps": 1e-3, "weight_decay": 0.0},
 }
 

@@ -40,4 +40,4 @@ class Spsa:
 
     def tell(self, probes: Sequence[Probe], losses: Losses) -> tuple[Slope, ...]:
         pairs = zip(probes[::2], losses[::2], losses[1::2], strict=True)
-        return tuple(Slope(plus.terms[0][0], float((up - down) / (2 * self.eps))) for plus, up, down in pairs)
+        return tuple(Slope(plus.terms[0][0], (float(up) - float(down)) / (2 * self.eps)) for plus, up, down in pairs)

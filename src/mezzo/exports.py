@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,23 @@ from mezzo.files import explained, write_atomically
 
 
 def export_adapter(engine: Any, parts: Any, out: Path, card: str) -> None:
+    """What was trained, without the base model: LoRA for PEFT, a prefix for `load_prefix`."""
+    write = {"lora": _export_lora, "prefix": _export_prefix}.get(engine.space.kind)
+    if write is None:
+        raise ConfigError(
+            f"only LoRA and prefix runs have an adapter; this one trained {engine.space.kind!r}: export the model instead"
+        )
+    _refuse_used(out)
+    write(engine, parts, out)
+    write_atomically(out / "README.md", card.encode())
+
+
+def _export_lora(engine: Any, parts: Any, out: Path) -> None:
     """LoRA tensors as PEFT reads them (`adapter_config.json`, `adapter_model.safetensors`)."""
     from safetensors.numpy import save
 
-    if engine.space.kind != "lora":
-        raise ConfigError(
-            f"only LoRA runs have an adapter; this one trained {engine.space.kind!r}: export the model instead"
-        )
-    _refuse_used(out)
-    tensors = {f"base_model.model.{name}": np.ascontiguousarray(value) for name, value in _both_factors(engine).items()}
-    modules = sorted({name.split(".lora_")[0] for name in _both_factors(engine)})
+    tensors = {f"base_model.model.{name}": np.ascontiguousarray(value) for name, value in _whole_pairs(engine).items()}
+    modules = sorted({name.split(".lora_")[0] for name in _whole_pairs(engine)})
     settings = {
         "peft_type": "LORA",
         "task_type": None,
@@ -43,7 +51,25 @@ def export_adapter(engine: Any, parts: Any, out: Path, card: str) -> None:
     _make(out)
     write_atomically(out / "adapter_model.safetensors", save(tensors, metadata={"format": "pt"}))
     write_atomically(out / "adapter_config.json", (json.dumps(settings, indent=2) + "\n").encode())
-    write_atomically(out / "README.md", card.encode())
+
+
+def _export_prefix(engine: Any, parts: Any, out: Path) -> None:
+    """PEFT would put a prefix into the key-value cache, where it moves every token to another position: not the same model."""
+    from safetensors.numpy import save
+
+    tensors = {name: np.ascontiguousarray(value) for name, value in _whole_pairs(engine).items()}
+    settings = {"format": PREFIX_FORMAT, "base_model_name_or_path": parts.config.model, "tokens": engine.space.tokens}
+    _make(out)
+    write_atomically(out / "prefix.safetensors", save(tensors, metadata={"format": "pt"}))
+    write_atomically(out / "prefix_config.json", (json.dumps(settings, indent=2) + "\n").encode())
+
+
+def load_prefix(model: Any, folder: str | Path) -> Any:
+    """Put an exported prefix on a Hugging Face model, in place: its forward and `generate` then use it. Returns the model."""
+    from mezzo.engines.torch.adapters import put_prefix
+
+    put_prefix(model, Path(folder), PREFIX_FORMAT)
+    return model
 
 
 def export_model(engine: Any, parts: Any, out: Path, card: str) -> None:
@@ -53,12 +79,13 @@ def export_model(engine: Any, parts: Any, out: Path, card: str) -> None:
     """
     _refuse_used(out)
     _make(out.parent)
-    staging = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(staging, ignore_errors=True)
+    merged = engine.merged()
     with explained(out):
+        staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))  # nobody can have left a link there
+        staging.chmod(0o755)
         try:
             with quiet():
-                engine.merged().save_pretrained(staging)
+                merged.save_pretrained(staging)
                 parts.tokenizer.save_pretrained(staging)
             (staging / "README.md").write_text(card, encoding="utf-8")
             if settings := shipped(parts.config.model):
@@ -68,14 +95,14 @@ def export_model(engine: Any, parts: Any, out: Path, card: str) -> None:
             shutil.rmtree(staging, ignore_errors=True)
 
 
-def _both_factors(engine: Any) -> dict[str, Any]:
+def _whole_pairs(engine: Any) -> dict[str, Any]:
     frozen = {name: value.cpu().numpy() for name, value in engine.population.frozen.items()}
     return {**engine.state(), **frozen}
 
 
 def _refuse_used(out: Path) -> None:
     """Never write over what is there: it may be a run, or the base model."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ConfigError(f"{out} exists already; choose another --out, or remove it first")
 
 
@@ -84,4 +111,5 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
+PREFIX_FORMAT = "mezzo-prefix-1"
 EXPORTS: dict[str, Callable[[Engine, Any, Path, str], None]] = {"adapter": export_adapter, "model": export_model}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ def write_atomically(path: Path, data: bytes) -> None:
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with temporary.open("wb") as file:
+            temporary.unlink(missing_ok=True)
+            with open(temporary, "xb") as file:  # never through a link that somebody left there
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -26,6 +27,13 @@ def write_atomically(path: Path, data: bytes) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def refuse_links(folder: Path, names: Iterable[str]) -> None:
+    """A run is written inside its own folder, wherever a stranger's links in it may point."""
+    for name in names:
+        if (folder / name).is_symlink():
+            raise JournalError(f"{folder / name} is a symbolic link; a run is written only inside its own folder")
 
 
 def write_all(file: int, data: bytes) -> None:

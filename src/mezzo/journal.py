@@ -159,7 +159,7 @@ def read(path: Path) -> Content:
         payload = _payload(line, salt)
         try:
             found = None if payload is None else _parsed(payload)
-        except (KeyError, TypeError, ValueError, AssertionError):
+        except (KeyError, TypeError, ValueError, OverflowError, AssertionError):
             found = None
         if found is None:
             damaged = damaged or number
@@ -237,6 +237,9 @@ def _parsed(payload: dict[str, Any]) -> StepRecord | tuple[int, str]:
     if "mark" in payload:
         return int(payload["mark"]), str(payload["digest"])
     terms = tuple((int(seed), float(coef)) for seed, coef in payload["terms"])
+    moves = (float(payload["keep"]), *(coef for _, coef in terms))
+    if not all(0 <= seed < 2**64 for seed, _ in terms) or not all(math.isfinite(value) for value in moves):
+        raise ValueError  # no step of ours: it would ruin the weights
     return StepRecord(
         step=int(payload["step"]),
         losses=tuple(float(loss) for loss in payload["losses"]),

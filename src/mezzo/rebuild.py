@@ -9,13 +9,14 @@ from mezzo.engines.base import Engine, Workers
 from mezzo.errors import JournalError
 from mezzo.journal import Content
 from mezzo.snapshots import Snapshots, Tensors
+from mezzo.starts import taken_up
 from mezzo.types import Update
 
 REPLAY = 1000  # updates handed to the engine at once
 
 
 def check_base(engine: Engine, content: Content) -> None:
-    """Refuse to replay a journal on a model it was not written for."""
+    """Refuse to replay a journal on a model it was not written for; put a fresh engine where the run began."""
     expected = content.header.get("base")
     if engine.base_digest != expected:
         raise JournalError(
@@ -23,8 +24,11 @@ def check_base(engine: Engine, content: Content) -> None:
             f"{engine.base_digest[:12]}…: the base model has changed"
         )
     named = [(t.name, list(t.shape)) for t in engine.trained]
-    if named != [(t["name"], t["shape"]) for t in content.header.get("tensors", [])]:
+    listed = content.header.get("tensors")
+    rows = [row for row in listed if isinstance(row, dict)] if isinstance(listed, list) else []
+    if named != [(row.get("name"), row.get("shape")) for row in rows]:
         raise JournalError(f"{content.path} trains other tensors than this configuration selects")
+    taken_up(engine, content.header, content.path)
 
 
 def bring_to(engine: Engine, content: Content, at: int, snapshots: Snapshots | None = None) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from mezzo.errors import ConfigError, JournalError, RunFailed
-from mezzo.files import explained, finite, write_all, write_atomically
+from mezzo.files import explained, finite, refuse_links, write_all, write_atomically
 from mezzo.journal import NAME as JOURNAL
 from mezzo.snapshots import Snapshots
 
@@ -19,6 +20,8 @@ METRICS = "metrics.jsonl"
 WORKERS = "workers"
 CONFIG = "config.json"
 MISTAKES = "mistakes.jsonl"
+FILES = (JOURNAL, METRICS, CONFIG, MISTAKES, "snapshots")
+LONGEST_NAME = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,7 @@ class Folder:
         path = Path(out) if out else _free(Path("runs"), stem)
         with explained(path):
             path.mkdir(parents=True, exist_ok=True)
+            refuse_links(path, FILES)
             if holds_run(path):
                 raise JournalError(
                     f"{path} holds a run already: continue it with --resume {path}, or choose another --out"
@@ -117,6 +121,7 @@ class Folder:
         path = Path(path).parent if Path(path).name == JOURNAL else Path(path)
         if not (path / JOURNAL).is_file():
             raise JournalError(f"{path} is not a run folder: it has no {JOURNAL}")
+        refuse_links(path, FILES)
         return cls(path)
 
     def write_config(self, config: dict[str, Any]) -> None:
@@ -126,7 +131,7 @@ class Folder:
         """What config.json says; nothing when it is missing or broken, for the journal's header has it too."""
         try:
             found = json.loads((self.path / CONFIG).read_bytes())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 
@@ -204,10 +209,12 @@ def _workers_row(workers: dict[str, Any]) -> str:
 def _position(entry: dict[str, Any]) -> int:
     """The journal position that an entry speaks of: a step's entry is about the state after it."""
     step = entry.get("step", 0)
-    return (int(step) + 1 if entry.get("event") == "step" else int(step)) if isinstance(step, (int, float)) else 0
+    return (step + 1 if entry.get("event") == "step" else step) if isinstance(step, int) else 0
 
 
 def _free(parent: Path, stem: str) -> Path:
+    """A folder of that name beside the others: a task's name is somebody's text, and may hold anything."""
+    stem = re.sub(r"[^\w.-]+", "-", stem).strip(".-")[-LONGEST_NAME:] or "run"
     number = 1
     while (parent / f"{stem}-{number}").exists():
         number += 1

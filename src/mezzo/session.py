@@ -21,7 +21,7 @@ from mezzo.events import Events
 from mezzo.health import verdict
 from mezzo.journal import Journal, read
 from mezzo.mistakes import mistakes
-from mezzo.rebuild import bring_to
+from mezzo.rebuild import bring_to, check_base
 from mezzo.run import Folder, Run
 from mezzo.trainer import MeZOTrainer
 from mezzo.types import Example, StepRecord
@@ -141,7 +141,11 @@ class Session:
                 steps,
                 f"{skipped} of {steps} steps had no finite loss and were skipped: a smaller --lr or --eps may help",
             )
-        earlier = [float(e["seconds"]) for e in self.earlier if e.get("event") == "result" and "seconds" in e]
+        earlier = [
+            e["seconds"]
+            for e in self.earlier
+            if e.get("event") == "result" and isinstance(e.get("seconds"), (int, float))
+        ]
         run = Run(
             out=str(self.folder.path),
             steps=steps,
@@ -198,6 +202,7 @@ class Session:
         parts = self.parts
         config = parts.config.replace(engine="torch", tp=1, url=())  # the same weights, whatever ran the model
         fresh = assembly.engine_for(config, parts.family, parts.classes, parts.tokenizer.pad_token_id)
+        check_base(fresh, content)
         bring_to(fresh, content, step)
         self.engine.load_state(fresh.state())
         fresh.close()

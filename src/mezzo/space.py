@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mezzo.errors import SpaceError, nearest
 from mezzo.types import TensorInfo, Trained
 
-SPACES = ("full", "matrices", "lora", "head")
+SPACES = ("full", "matrices", "lora", "prefix", "head")
 
 # The query and value projections by the names model families give them, the first set that exists wins.
 # A fused projection (GPT-2, ModernBERT) holds query, key and value in one matrix.
@@ -29,12 +29,14 @@ class Space:
     """A request: which tensors (`kind`, narrowed by `only` and `layers`) and how noise looks on their matrices.
 
     `kind` is one of SPACES or a glob over tensor names. `noise_rank` 0 is dense noise, r > 0 low-rank noise on matrices.
+    `tokens` is the length of a prefix.
     """
 
     kind: str = "full"
     rank: int = 8
     alpha: float = 16.0
     targets: tuple[str, ...] = ()
+    tokens: int = 5
     only: tuple[str, ...] = ()
     layers: str = ""
     noise_rank: int = 0
@@ -46,8 +48,10 @@ class Space:
                 f"unknown space {self.kind!r}{nearest(self.kind, SPACES)} (spaces: {', '.join(SPACES)}; "
                 f"or a name pattern such as '*.attention.*')"
             )
-        if self.rank < 1 or self.noise_rank < 0:
-            raise SpaceError(f"ranks must be positive: rank {self.rank}, noise rank {self.noise_rank}")
+        if self.rank < 1 or self.noise_rank < 0 or self.tokens < 1:
+            raise SpaceError(
+                f"ranks must be positive: rank {self.rank}, noise rank {self.noise_rank}, prefix tokens {self.tokens}"
+            )
         if self.decay not in ("all", "matrices"):
             raise SpaceError(f"decay is 'all' or 'matrices' (skips biases and norms), not {self.decay!r}")
 
@@ -59,7 +63,8 @@ class Space:
 
 def select(space: Space, tensors: Sequence[TensorInfo]) -> tuple[Trained, ...]:
     """The trained tensors, in the engine's order. Raises SpaceError when the choice is empty."""
-    chosen = _lora(space, tensors) if space.kind == "lora" else _existing(space, tensors)
+    make = {"lora": _lora, "prefix": _prefix}.get(space.kind, _existing)
+    chosen = make(space, tensors)
     if space.only:
         kept = tuple(t for t in chosen if any(fnmatch.fnmatchcase(t.name, pattern) for pattern in space.only))
         if not kept:
@@ -74,6 +79,11 @@ def lora_names(target: str) -> tuple[str, str]:
     """Names of the two LoRA tensors of the linear layer whose weight is `target`."""
     module = target.removesuffix(".weight")
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+
+def prefix_names(attention: str) -> tuple[str, str]:
+    """Names of the trained keys and values of the attention module at a path."""
+    return f"{attention}.prefix_key", f"{attention}.prefix_value"
 
 
 def _existing(space: Space, tensors: Sequence[TensorInfo]) -> tuple[Trained, ...]:
@@ -97,10 +107,19 @@ def _lora(space: Space, tensors: Sequence[TensorInfo]) -> tuple[Trained, ...]:
     chosen: list[Trained] = []
     for info in _in_layers(space.layers, list(matched.values())):
         out, inner = reversed(info.shape) if info.transposed else info.shape
+        if space.rank > min(out, inner):
+            raise SpaceError(
+                f"rank {space.rank} is more than {info.name} has ({min(out, inner)}); choose a smaller --rank"
+            )
         name_a, name_b = lora_names(info.name)
         chosen.append(Trained(name_a, (space.rank, inner), "lora_A"))
         chosen.append(Trained(name_b, (out, space.rank), "lora_B"))
     return tuple(chosen)
+
+
+def _prefix(space: Space, tensors: Sequence[TensorInfo]) -> tuple[Trained, ...]:
+    chosen = _in_layers(space.layers, [t for t in tensors if t.kind == "prefix"])
+    return tuple(Trained(t.name, (t.shape[0], space.tokens, t.shape[1]), "prefix") for t in chosen)
 
 
 def _default_targets(linear: Iterable[str]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from mezzo.estimators import Spsa
 from mezzo.evaluation import Evaluation
 from mezzo.events import Events, Observer
 from mezzo.health import Health
-from mezzo.journal import Journal, read
+from mezzo.journal import Content, Journal, read
 from mezzo.objectives import OBJECTIVES, Objective, get_objective, imported
 from mezzo.optim import Sgd, schedule
 from mezzo.parallel import ranks
@@ -31,10 +31,11 @@ from mezzo.types import Batch, Prompt
 
 RESUMABLE = (
     *("steps", "time_limit", "patience", "eval_every", "eval_limit", "snapshot_minutes"),
-    *("device", "threads", "tp", "url", "track"),
+    *("device", "threads", "tp", "url", "remote_code", "track"),
     *("workers", "ray_address", "worker_timeout", "check_workers", "backend"),
 )
 """What may change when a run goes on: its limits and its machine."""
+LONGEST_PAD = 4096
 
 
 def new(config: RunConfig, observe: Observer, objective: Objective | None = None, task: Task | None = None) -> Session:
@@ -42,7 +43,8 @@ def new(config: RunConfig, observe: Observer, objective: Objective | None = None
     config = config.replace(objective=_named(objective)) if objective else config
     parts, splits = _prepared(config, task)
     if _was_begun(parts.config):
-        return resume(str(config.out), observe, {}, objective)
+        again = {"remote_code": config.remote_code} | ({} if objective else {"objective": config.objective})
+        return resume(str(config.out), observe, again, objective)
     train = parts.encode(splits.train)
     method = _method(parts.config, objective)
     observe("loading", {"model": config.model, "task": parts.task.name})
@@ -64,16 +66,19 @@ def resume(path: str | Path, observe: Observer, changes: dict[str, Any], objecti
     journal = Journal.resume(folder.path)
     header, engine = journal.content.header, None
     try:
-        _same_objective(header["config"]["objective"], objective)
+        recorded, unit, task = _recorded(journal.content)
+        _same_objective(str(recorded.get("objective")), objective, changes.pop("objective", None))
         limits = {key: value for key, value in folder.read_config().items() if key in RESUMABLE}
-        config = from_mapping({**header["config"], **limits, **changes, "out": str(folder.path)})
-        parts, splits = _prepared(config, get_task(header["task"]))
+        # Code of a model runs only for who asks for it, not because a file says so.
+        asked = {"remote_code": False, **changes, "out": str(folder.path)}
+        config = from_mapping({**recorded, **{k: v for k, v in limits.items() if k != "remote_code"}, **asked})
+        parts, splits = _prepared(config, task)
         train = parts.encode(splits.train)
         assembly.check_header(header, parts, train)
         method = _method(parts.config, objective)
         observe("loading", {"model": config.model, "task": parts.task.name})
         engine = _engine(parts)
-        engine.unit = Unit(**header["unit"])
+        engine.unit = unit
         check_base(engine, journal.content)
         if journal.content.torn:
             text = f"the last {journal.content.torn} bytes of the journal were torn and have been cut"
@@ -87,6 +92,18 @@ def resume(path: str | Path, observe: Observer, changes: dict[str, Any], objecti
             engine.close()
         raise
     return _begun(_joined(parts, splits, engine, folder, journal, method, train, observe, earlier), train)
+
+
+def _recorded(content: Content) -> tuple[dict[str, Any], Unit, Task]:
+    """What the header of a run to be continued says; it may be anybody's."""
+    header = content.header
+    try:
+        unit = Unit(**{name: int(header["unit"][name]) for name in ("rows", "members", "pad_to")})
+        if min(unit.rows, unit.members, unit.pad_to) < 1 or unit.pad_to > LONGEST_PAD:
+            raise ValueError(f"a unit of work of {unit}")
+        return dict(header["config"]), unit, get_task(dict(header["task"]))
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise JournalError(f"{content.path}: the header lacks what resuming needs: {error}") from None
 
 
 def _was_begun(config: RunConfig) -> bool:
@@ -156,7 +173,7 @@ def _joined(
         snapshots=folder.snapshots,
         notify=events,
         start=journal.content.steps,
-        history=[(e["step"], _evaluation(e)) for e in earlier if e.get("event") == "evaluation"],
+        history=[(_step(e), _evaluation(e)) for e in earlier if e.get("event") == "evaluation"],
     )
     if isinstance(engine, Workers):
         told = lambda text: events("worker", {"step": trainer.step, "text": text})  # noqa: E731
@@ -200,20 +217,32 @@ def _named(objective: Callable[..., Any]) -> str:
     return f"<function {getattr(objective, '__name__', type(objective).__name__)}>"
 
 
-def _same_objective(recorded: str, objective: Objective | None) -> None:
-    given = _named(objective) if objective else None
+def _same_objective(recorded: str, objective: Objective | None, named: str | None) -> None:
+    """Functions of one's own are given again: a stranger's journal must not choose what is imported and called."""
+    given = _named(objective) if objective else named
     if recorded.startswith("<") and given != recorded:
         raise ConfigError(f"this run's objective was the Python {recorded[1:-1]}; pass it as objective= to resume")
-    if given and not recorded.startswith("<"):
+    if given and given != recorded:
         raise ConfigError(f"this run's objective is {recorded!r}; a resumed run keeps it")
+    if ":" in recorded and given is None:
+        raise ConfigError(
+            f"this run's objective is a function of your own; name it again to resume: --objective {recorded}"
+        )
 
 
 def _evaluation(line: dict[str, Any]) -> Evaluation:
     try:
-        values = {name: line[name] for name in Evaluation.__slots__}
-        return Evaluation(**{**values, "interval": tuple(values["interval"])})
-    except (KeyError, TypeError) as error:
+        figures = {name: float(line[name]) for name in ("value", "accuracy", "loss", "calibrated")}
+        low, high = (float(end) for end in line["interval"])
+        return Evaluation(metric=str(line["metric"]), interval=(low, high), n=int(line["n"]), **figures)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise JournalError(f"metrics.jsonl has an evaluation without {error}; delete the line and resume") from None
+
+
+def _step(line: dict[str, Any]) -> int:
+    if not isinstance(step := line.get("step"), int):
+        raise JournalError("metrics.jsonl has an evaluation without 'step'; delete the line and resume")
+    return step
 
 
 def _word(space: str) -> str:

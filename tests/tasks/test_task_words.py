@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer, BartTokenizerFast, T5Tokenizer
 
 from mezzo.errors import TaskError
 from mezzo.tasks import Encoder, Task, get_task, list_tasks
@@ -100,3 +103,42 @@ def test_the_space_can_be_switched_off(tokenizers: dict[str, Any]) -> None:
 def test_the_encoder_names_the_task_in_a_words_error(roberta: Any) -> None:
     with pytest.raises(TaskError, match=r"^task 'sst-2': the word 'lovely' of label 'positive' is \d tokens"):
         Encoder(get_task("sst-2").replace(words=("terrible", "lovely")), roberta)
+
+
+# --- the tokenizers of T5 and BART, as their own classes make them
+
+
+def t5(folder: Path, make: Any) -> Any:
+    """Pieces as SentencePiece would learn them, in T5's own class, which splits at spaces first and has sentinels."""
+    pieces = json.loads(make.unigram().backend_tokenizer.to_str())["model"]["vocab"]
+    mine = [(piece, score) for piece, score in pieces if piece not in ("<s>", "<pad>", "</s>", "<unk>", "<mask>")]
+    head = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    sentinels = [(f"<extra_id_{number}>", 0.0) for number in reversed(range(3))]
+    T5Tokenizer(vocab=[*head, *mine, *sentinels], extra_ids=3).save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def bart(folder: Path, make: Any) -> Any:
+    """BART's class is RoBERTa's: byte-level BPE whose first word has no space."""
+    model = json.loads(make.byte_level().backend_tokenizer.to_str())["model"]
+    merges = [tuple(pair) for pair in model["merges"]]
+    BartTokenizerFast(vocab=model["vocab"], merges=merges).save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(("build", "mark"), [(t5, "▁"), (bart, "Ġ")])
+def test_the_tokenizers_of_t5_and_bart(build: Any, mark: str, make: Any, tmp_path: Path) -> None:
+    tokenizer = build(tmp_path, make)
+    assert Tokens(tokenizer).marks[1] == mark
+    ids = words_of(tokenizer)
+    assert tokenizer.convert_ids_to_tokens(list(ids)) == [mark + "terrible", mark + "great"]
+    for word, token in zip(("terrible", "great"), ids, strict=True):
+        assert tokenizer(f"it was {word}", add_special_tokens=False)["input_ids"][-1] == token
+    for task in MASKED:
+        for word, token in zip(task.words, label_words(Tokens(tokenizer), task), strict=True):
+            assert tokenizer(f"it was {word}", add_special_tokens=False)["input_ids"][-1] == token
+    with pytest.raises(TaskError, match=r"is \d+ tokens \(.*\) and must be one|not in this tokenizer's vocabulary"):
+        words_of(tokenizer, words=("terrible", "excellently"))
+    specials = set(Tokens(tokenizer).specials)
+    for text in ("<extra_id_0> film", "film<mask>", "</s>", "a <pad> b"):
+        assert specials.isdisjoint(Tokens(tokenizer).text(text)), f"user text {text!r} became a special token"

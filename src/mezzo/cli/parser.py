@@ -19,7 +19,19 @@ GROUPS = {
     "run": "run",
     "workers": "parallel workers",
 }
-MODEL_OPTIONS = ("model", "engine", "device", "dtype", "micro_batch", "threads", "tp", "url", "remote_code")
+MODEL_OPTIONS = (
+    "model",
+    "engine",
+    "device",
+    "dtype",
+    "quantize",
+    "micro_batch",
+    "cache_mb",
+    "threads",
+    "tp",
+    "url",
+    "remote_code",
+)
 TASK_OPTIONS = ("task", "id_order", "columns", "encoding", "template", "words", "max_length", "readout")
 
 
@@ -34,6 +46,7 @@ SIGNAL_OPTIONS = (
     "rank",
     "alpha",
     "targets",
+    "prefix_tokens",
     "only",
     "layers",
     "noise",

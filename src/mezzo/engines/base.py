@@ -41,10 +41,16 @@ class EngineSpec:
     noise_kind: Kind = "rademacher"
     seed: int = 0
     pad_id: int = 0
+    cache_mb: float = 0
+    """Memory for what frozen layers below the first trained one make of each example."""
+    prefix_ids: tuple[int, ...] = ()
+    """A text of as many tokens as a prefix has, whose activations it starts from."""
     device: str = "auto"
     dtype: str = "float32"
     threads: int | None = None
     remote_code: bool = False
+    quantize: str | None = None
+    """Keep the frozen base in `8bit` or `4bit`."""
     tp: int = 1
     urls: tuple[str, ...] = ()
 

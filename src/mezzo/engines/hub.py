@@ -53,7 +53,12 @@ def load_config(name: str, remote_code: bool = False) -> Any:
 def load_tokenizer(name: str, remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
-    return fetched(name, lambda path, **how: AutoTokenizer.from_pretrained(path, trust_remote_code=remote_code, **how))
+    def tried(path: str, **how: Any) -> Any:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=remote_code, **how)
+        tokenizer.decode(tokenizer("A text.")["input_ids"])  # broken settings show only when it is used
+        return tokenizer
+
+    return fetched(name, tried)
 
 
 def family_of(config: Any) -> Family:
@@ -63,7 +68,9 @@ def family_of(config: Any) -> Family:
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     )
 
-    for architecture in getattr(config, "architectures", None) or ():
+    refuse_pairs(config)
+    stated = getattr(config, "architectures", None)
+    for architecture in map(str, stated if isinstance(stated, (list, tuple)) else ()):
         if "MaskedLM" in architecture:
             return "masked"
         if "CausalLM" in architecture or "LMHeadModel" in architecture:
@@ -73,6 +80,15 @@ def family_of(config: Any) -> Family:
     if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return "causal"
     raise ModelError(f"models of type {config.model_type!r} are neither masked nor causal language models")
+
+
+def refuse_pairs(config: Any) -> None:
+    """An encoder with a decoder has two inputs and no one place to read label words at."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(
+            f"models of type {config.model_type!r} pair an encoder with a decoder; mezzo trains masked language models "
+            "(such as RoBERTa) and causal ones (such as Llama)"
+        )
 
 
 def longest_input(config: Any) -> int | None:
@@ -86,13 +102,13 @@ def longest_input(config: Any) -> int | None:
 
 def fetched(name: str, load: Callable[..., Any]) -> Any:
     """What `load(path, local_files_only=…)` makes of the model's folder or hub name; failures in one line."""
-    from safetensors import SafetensorError
-
     path = locate(name)
     local = os.path.isdir(path)
     try:
         return load(path, local_files_only=local or not _hub_answers())
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+    except ModelError:
+        raise
+    except Exception as error:  # broken files make the loaders raise anything
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if local:
             raise ModelError(f"{name} cannot be loaded: {first}") from None

@@ -14,6 +14,8 @@ from mezzo.errors import DataError
 
 MAX_LINE = 10_000_000
 """Longest line in bytes. Longer ones are some other kind of file, and would fill the memory."""
+MAX_TABLE = 2**30
+"""Bytes that a file may have, or unpack to, when it can only be read as a whole."""
 
 Record = Mapping[str, Any]
 Cells = list[str]
@@ -54,6 +56,8 @@ def read(path: Path, encoding: str = "utf-8") -> Records | Sheet:
     suffix = path.suffix.lower()
     if suffix not in readers:
         raise DataError(f"{path}: unknown kind of file {suffix!r}; use one of {', '.join(readers)}")
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path} is not a file; give one that can be read twice, such as a copy on disk")
     try:
         content = readers[suffix](path, encoding)
     except OSError as error:
@@ -80,8 +84,12 @@ def lines(path: Path, encoding: str = "utf-8") -> Iterator[tuple[int, str]]:
                     f"{path}, line {number}: not {encoding.upper()} (byte 0x{raw[error.start]:02x} at"
                     f" {error.start + 1}); save the file as UTF-8, or pass encoding='latin-1'"
                 ) from None
-            except LookupError:
-                raise DataError(f"{path}: unknown encoding {encoding!r}; use utf-8 or latin-1") from None
+            except (LookupError, UnicodeError):
+                raise _no_encoding(path, encoding) from None
+
+
+def _no_encoding(path: Path, encoding: str) -> DataError:
+    return DataError(f"{path}: unknown encoding {encoding!r}; use utf-8 or latin-1")
 
 
 def _jsonl(path: Path, encoding: str) -> Records:
@@ -95,8 +103,13 @@ def _jsonl(path: Path, encoding: str) -> Records:
 
 def _json(path: Path, encoding: str) -> Records:
     """A list of objects, an object of columns, or `{"data": …}`; and JSON lines under the wrong suffix."""
+    _refuse_size(path, path.stat().st_size)
     with path.open("rb") as file:
-        text = file.read().decode(encoding, errors="replace")
+        raw = file.read()
+    try:
+        text = raw.decode(encoding, errors="replace")
+    except (LookupError, UnicodeError):
+        raise _no_encoding(path, encoding) from None
     try:
         value = json.loads(text.removeprefix("\ufeff"))
     except json.JSONDecodeError as error:
@@ -166,11 +179,21 @@ def _parquet(path: Path, _: str) -> Records:
     except ImportError:
         raise DataError(f"{path}: reading parquet needs pyarrow; pip install pyarrow, or convert it to jsonl") from None
     try:
-        table = parquet.read_table(path)
-    except (arrow.ArrowInvalid, arrow.ArrowIOError) as error:
-        raise DataError(f"{path}: not a parquet file ({str(error).splitlines()[0]})") from None
-    rows = list(enumerate(table.to_pylist(), 1))
+        with parquet.ParquetFile(path) as file:
+            about = file.metadata
+            groups = [about.row_group(index) for index in range(about.num_row_groups)]
+            # What it claims to unpack to, and one byte for every cell: columns of nothing compress without end.
+            _refuse_size(path, sum(group.total_byte_size for group in groups) + about.num_rows * about.num_columns)
+            table = file.read()
+        rows = list(enumerate(table.to_pylist(), 1))
+    except (arrow.ArrowException, ValueError, OverflowError) as error:
+        raise DataError(f"{path}: not a parquet file ({(str(error).splitlines() or ['unreadable'])[0]})") from None
     return Records(str(path), rows, "row", _class_names(table.schema.metadata or {}))
+
+
+def _refuse_size(path: Path, size: int) -> None:
+    if size > MAX_TABLE:
+        raise DataError(f"{path}: {size:,} bytes are too many to read at once; write it as jsonl")
 
 
 def _class_names(metadata: Mapping[bytes, bytes]) -> dict[str, tuple[str, ...]]:

@@ -12,11 +12,14 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
     """The model of `spec` with its trained tensors at the base."""
     import torch
 
+    from mezzo.engines.hub import locate
+    from mezzo.engines.torch import quantized
     from mezzo.engines.torch.load import device_of, load_model
 
     device = device_of(spec.device)
     if spec.threads:
         torch.set_num_threads(spec.threads)
+    how = quantized.settings(spec.quantize, device) if spec.quantize else None
     model = load_model(
         spec.model,
         spec.family,
@@ -24,6 +27,7 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
         seed=spec.seed,
         dtype=getattr(torch, spec.dtype),
         remote_code=spec.remote_code,
+        quantize=how,
     )
     config: Any = model.config
     if spec.classes and config.pad_token_id is None:
@@ -36,6 +40,9 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
         seed=spec.seed,
         pad_id=spec.pad_id,
         device=device,
+        prefix_ids=spec.prefix_ids,
+        cache_mb=spec.cache_mb,
+        base_digest=quantized.checkpoint_digest(locate(spec.model), spec.quantize) if spec.quantize else "",
     )
 
 

@@ -34,16 +34,25 @@ def catalogue(model: nn.Module, used: set[nn.Module]) -> list[TensorInfo]:
     found: dict[str, TensorInfo] = {}
     for _, module, own_name, parameter in owners(model):
         name = names[id(parameter)]
-        if name in found or module not in used or not parameter.dtype.is_floating_point:
+        if name in found or module not in used:
+            continue
+        if not parameter.is_floating_point():
+            if isinstance(module, nn.Linear):  # packed: LoRA can still attach to it
+                shape = (module.out_features, module.in_features)
+                found[name] = TensorInfo(name, shape, "matrix", layer_of(name), linear=True)
             continue
         kind = _kind(name, own_name, module, base)
         linear = kind == "matrix" and own_name == "weight"
-        depth = LAYER.search(name)
-        layer = int(depth[1]) if depth else -1
         found[name] = TensorInfo(
-            name, tuple(parameter.shape), kind, layer, linear, linear and isinstance(module, Conv1D)
+            name, tuple(parameter.shape), kind, layer_of(name), linear, linear and isinstance(module, Conv1D)
         )
     return list(found.values())
+
+
+def layer_of(name: str) -> int:
+    """The depth in the stack that a tensor's name tells; -1 outside it."""
+    depth = LAYER.search(name)
+    return int(depth[1]) if depth else -1
 
 
 def trunks(model: nn.Module) -> list[nn.Module]:

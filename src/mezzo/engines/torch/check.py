@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mezzo import noise
 from mezzo.engines.liveness import distance, first_look, refuse_dead
 from mezzo.engines.torch.inputs import pack, picked
+from mezzo.engines.torch.quantized import lora_beside
 from mezzo.errors import ModelError
 from mezzo.types import Batch, Probe, Scores, Trained
 
@@ -28,9 +29,12 @@ def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:
     few, probes = first_look(batch, eps)
     try:
         ours = engine.score(few, probes)
-    except (RuntimeError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (ModelError, RuntimeError, IndexError, TypeError, ValueError, AttributeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"{type(engine.model).__name__} cannot be perturbed in one forward: {reason}") from None
+        raise ModelError(
+            f"{type(engine.model).__name__} cannot be trained in --space {engine.space.kind}: its modules do not take several "
+            f"sets of weights in one forward ({reason}); {_way_out(engine)}"
+        ) from None
     plain = np.stack([_plain_scores(engine, few, probe) for probe in probes])
     base = engine.score(few, [Probe()])
     refuse_dead(engine.trained, ours, base)
@@ -44,14 +48,33 @@ def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:
         )
 
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def _way_out(engine: TorchEngine) -> str:
+    if any(getattr(engine.model.config, name, None) for name in EXPERTS):
+        return "experts cannot be trained: use --space lora, matrices, prefix or head, which leave them as they are"
+    return "use --space head, or another model"
+
+
 def written_in(engine: TorchEngine, probe: Probe) -> dict[str, Tensor]:
-    """The model's parameters at a probe, as ordinary tensors, from NumPy's noise."""
+    """The trained tensors at a probe, LoRA's as the weights they make, from NumPy's noise."""
     moved = {t.name: _moved(engine, t, probe) for t in engine.trained}
-    values = {name: tensor for name, tensor in moved.items() if "lora_" not in name}
-    for name, parameter in engine.model.named_parameters():
-        if (delta := engine.lora_delta(name, moved)) is not None:
-            values[name] = parameter + delta
+    values = {t.name: moved[t.name] for t in engine.trained if t.kind not in ("lora_A", "lora_B")}
+    if not engine.quantized:
+        for name, parameter in engine.model.named_parameters():
+            if (delta := engine.lora_delta(name, moved)) is not None:
+                values[name] = parameter + delta
     return {name: value.to(engine.population.compute) for name, value in values.items()}
+
+
+def _beside(engine: TorchEngine, probe: Probe) -> dict[str, tuple[Tensor, Tensor]]:
+    """LoRA's factors at a probe by module, where the weights they belong to cannot be written."""
+    if not engine.quantized or engine.space.kind != "lora":
+        return {}
+    moved = {t.name: _moved(engine, t, probe) for t in engine.trained} | engine.population.frozen
+    paths = dict.fromkeys(name.split(".lora_")[0] for name in moved)
+    return {path: (moved[f"{path}.lora_A.weight"], moved[f"{path}.lora_B.weight"]) for path in paths}
 
 
 def _moved(engine: TorchEngine, trained: Trained, probe: Probe) -> Tensor:
@@ -69,11 +92,18 @@ def _moved(engine: TorchEngine, trained: Trained, probe: Probe) -> Tensor:
 @torch.no_grad()
 def _plain_scores(engine: TorchEngine, batch: Batch, probe: Probe) -> Scores:
     values = written_in(engine, probe)
+    before = {t.name: values.pop(t.name) for t in engine.trained if t.kind == "prefix"}
+    beside = _beside(engine, probe)
     width = engine.width(batch)
     out = np.full((1, len(batch), width), -np.inf, dtype=np.float32)
     for rows in pack(batch, engine.unit, engine.pad_id):
         inputs = engine.inputs(rows, 1)
-        logits = torch.func.functional_call(engine.model, values, (), inputs, tie_weights=True).logits.float()
+        engine.stated.update(before)
+        try:
+            with lora_beside(engine.model, beside, engine.space.scaling):
+                logits = torch.func.functional_call(engine.model, values, (), inputs, tie_weights=True).logits.float()
+        finally:
+            engine.stated.clear()
         if rows.positions is not None:
             logits = picked(logits, rows.positions.to(logits.device))
             if batch.readout.kind == "words" and not batch.readout.vocabulary:
@@ -87,7 +117,9 @@ def _first_difference(engine: TorchEngine, batch: Batch, probe: Probe) -> str:
     with _outputs(engine.model) as plain:
         _plain_scores(engine, batch, probe)
     with _outputs(engine.model) as ours:
+        kept, engine.trunk = engine.trunk, None  # every leaf must run to be compared
         engine.score(batch, [probe])
+        engine.trunk = kept
     allowed = TOLERANCE[engine.population.compute][0]
     for (name, a), (other, b) in zip(plain, ours, strict=False):
         if name != other or a.shape != b.shape or (a - b).abs().max() > allowed * max(1.0, float(a.abs().max())):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,14 +15,16 @@ from torch import Tensor, nn
 
 from mezzo import noise
 from mezzo.engines.base import Unit
-from mezzo.engines.torch import catalog, layers
+from mezzo.engines.hub import refuse_pairs
+from mezzo.engines.torch import catalog, layers, prefix, trunk
 from mezzo.engines.torch.inputs import Rows, pack, padded, picked
 from mezzo.engines.torch.noise import NoiseSource
 from mezzo.engines.torch.population import Population
+from mezzo.engines.torch.quantized import is_quantized
 from mezzo.engines.torch.shared import score_candidates
 from mezzo.engines.units import by_length, width_of
-from mezzo.errors import JournalError, ModelError, RunFailed
-from mezzo.space import Space, lora_names, select
+from mezzo.errors import ConfigError, JournalError, ModelError, RunFailed, SpaceError
+from mezzo.space import Space, lora_names, prefix_names, select
 from mezzo.types import Batch, Probe, Scores, TensorInfo, Trained, Update
 
 
@@ -41,9 +45,16 @@ class TorchEngine:
         seed: int = 0,
         pad_id: int = 0,
         device: str | torch.device = "cpu",
+        prefix_ids: Sequence[int] = (),
+        cache_mb: float = 0,
+        base_digest: str = "",
     ) -> None:
+        refuse_pairs(model.config)
         self.device = torch.device(device)
-        self.model = model.to(self.device).eval().requires_grad_(False)
+        self.quantized = is_quantized(model)
+        if self.quantized and space.kind not in ("lora", "prefix"):
+            raise SpaceError(f"a quantised base stays as it is: --space lora or prefix, not {space.kind!r}")
+        self.model = (model if self.quantized else model.to(self.device)).eval().requires_grad_(False)
         self.dtype: torch.dtype = self.model.dtype  # type: ignore[assignment]
         """The type of the stored weights. A CPU computes in float32 whatever it is: sixteen-bit products are slow there."""
         compute = torch.float32 if self.device.type == "cpu" else self.dtype
@@ -52,19 +63,23 @@ class TorchEngine:
         self.pad_id = pad_id
         self.causal = _is_causal(model)
         self.share_prompts = True  # candidates of one prompt continue its keys and values
-        self.base_digest = catalog.digest_of(self.model.named_parameters())
+        self.base_digest = base_digest or catalog.digest_of(self.model.named_parameters())
         self._stored_as = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
         stored = dict(self._widened()) if self.device.type == "cpu" else {}
         self.catalogue: list[TensorInfo] = catalog.catalogue(model, catalog.used_modules(model, self._tiny_inputs()))
+        self.stated: dict[str, Tensor] = {}  # a prefix that stands in for the trained one, while the check looks
+        self._prefixes = self._prefix_starts(prefix_ids, seed) if space.kind == "prefix" else {}
         self.trained: tuple[Trained, ...] = select(space, self.catalogue)
         self.transposed = {t.name for t in self.catalogue if t.transposed}
         self.population = Population(
-            self._tensors(seed, stored), NoiseSource(noise_kind, self.device), self._frozen_lora(seed), compute
+            self._tensors(seed, stored), NoiseSource(noise_kind, self.device), self._partners(seed), compute
         )
         self._adopt()
         layers.attach(self.model, self.population, space.scaling)
-        for trunk in catalog.trunks(self.model):
-            trunk.register_forward_hook(self._keep_readout_positions)
+        self.trunk = trunk.find(model, self._moving(), self._tiny_inputs(), int(cache_mb * trunk.MIB))
+        prefix.attach(self.model, self.population, self.stated.get)
+        for body in catalog.trunks(self.model):
+            body.register_forward_hook(self._keep_readout_positions)
 
     # ---- the contract
 
@@ -160,14 +175,21 @@ class TorchEngine:
             "threads": torch.get_num_threads(),
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "trained_parameters": sum(int(np.prod(t.shape)) for t in self.trained),
+            **({"trunk": self.trunk.describe()} if self.trunk else {}),
         }
 
     def close(self) -> None:
         self.population.source.forget()
+        if self.trunk:
+            self.trunk.forget()
 
     @torch.no_grad()
     def merged(self) -> nn.Module:
         """A plain copy of the model with what was trained in its weights: what `save_pretrained` should write."""
+        if self.space.kind == "prefix":
+            raise ConfigError("a prefix is not part of a model's weights: export the adapter instead")
+        if self.quantized:
+            raise ConfigError("a quantised base cannot take in what was trained: export the adapter instead")
         twin = copy.deepcopy(self.model)
         for module in twin.modules():
             module.__dict__.pop("forward", None)
@@ -198,16 +220,28 @@ class TorchEngine:
         parameters = {**dict(self.model.named_parameters()), **stored}
         return [(t, parameters[t.name] if t.name in parameters else self._fresh(t, seed)) for t in self.trained]
 
-    def _frozen_lora(self, seed: int) -> dict[str, Tensor]:
-        """The other factor of a LoRA pair of which only one is trained."""
+    def _partners(self, seed: int) -> dict[str, Tensor]:
+        """The other one of a pair of which only one is trained: LoRA's factors, a prefix's keys and values."""
         names = {t.name for t in self.trained}
-        if self.space.kind != "lora":
+        if self.space.kind not in ("lora", "prefix"):
             return {}
-        every = select(Space("lora", self.space.rank, self.space.alpha, self.space.targets), self.catalogue)
+        every = select(replace(self.space, only=(), layers=""), self.catalogue)
         return {t.name: self._fresh(t, seed) for t in every if t.name not in names and _partner(t.name) in names}
+
+    def _prefix_starts(self, ids: Sequence[int], seed: int) -> dict[str, Tensor]:
+        """What a text gives at each attention module; without a text, some tokens of the vocabulary."""
+        size: int = self.model.config.vocab_size  # type: ignore[assignment, union-attr]
+        text = list(ids) or [int(n) for n in noise.order(seed, "prefix", size)[: self.space.tokens]]
+        found = prefix.activations(self.model, torch.tensor([text], device=self.device))
+        self.catalogue += prefix.catalogue(found)
+        return {
+            name: value for path, pair in found.items() for name, value in zip(prefix_names(path), pair, strict=True)
+        }
 
     def _fresh(self, trained: Trained, seed: int) -> Tensor:
         """LoRA's start: A uniform as a linear layer's weight, B zero, so that the model is unchanged at first."""
+        if trained.kind == "prefix":
+            return self._prefixes[trained.name]
         if trained.kind != "lora_A":
             return torch.zeros(trained.shape, device=self.device)
         count, bound = int(np.prod(trained.shape)), trained.shape[1] ** -0.5
@@ -242,21 +276,40 @@ class TorchEngine:
         population.gather = rows.positions.to(self.device).repeat(members, 1) if rows.positions is not None else None
         only_words = batch.readout.kind == "words" and not batch.readout.vocabulary
         population.words = torch.tensor(batch.readout.words, device=self.device) if only_words else None
-        logits = self.model(**self.inputs(rows, members)).logits
+        with self.trunk.standing_in(rows, members, self._alone) if self.trunk else nullcontext():
+            logits = self.model(**self.inputs(rows, members)).logits
         if population.gather is not None:  # no trunk of this model could be trimmed to the readout
             logits = picked(logits, population.gather)
         return rows.read(logits.float(), batch.readout, members)
 
     def inputs(self, rows: Rows, members: int) -> dict[str, Any]:
-        inputs = {"input_ids": rows.ids}
-        if rows.padded and not (self.causal and rows.positions is not None):
-            # Behind a causal mask nothing before the readout sees the padding on its right.
-            inputs["attention_mask"] = rows.mask
+        # Behind a causal mask nothing before the readout sees the padding on its right.
+        unseen = not rows.padded or (self.causal and rows.positions is not None)
+        return self._inputs(rows.ids, rows.segments, None if unseen else rows.mask, members)
+
+    def _inputs(self, ids: Tensor, segments: Tensor | None, mask: Tensor | None, members: int) -> dict[str, Any]:
+        inputs = {"input_ids": ids}
+        if mask is not None:
+            inputs["attention_mask"] = mask
         types = getattr(self.model.config, "type_vocab_size", 0)
-        if rows.segments is not None and types > 1:
-            inputs["token_type_ids"] = rows.segments.clamp(max=types - 1)
+        if segments is not None and types > 1:
+            inputs["token_type_ids"] = segments.clamp(max=types - 1)
         found = {key: value.to(self.device, non_blocking=True).repeat(members, 1) for key, value in inputs.items()}
         return {**found, "use_cache": False} if self.causal else found
+
+    def _alone(self, ids: Tensor, segments: Tensor | None) -> dict[str, Any]:
+        """One example without padding."""
+        return self._inputs(ids, segments, None, 1)
+
+    def _moving(self) -> set[nn.Module]:
+        """The modules whose outcome training changes: owners of trained tensors, tied ones included, and LoRA's targets."""
+        names = catalog.canonical_names(self.model)
+        trained = self.population.trained
+        found = {module for _, module, _, parameter in catalog.owners(self.model) if names[id(parameter)] in trained}
+        for path, module in self.model.named_modules():
+            if any(name in trained for name in (*lora_names(f"{path}.weight"), *prefix_names(path))):
+                found.add(module)
+        return found
 
     def _keep_readout_positions(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The LM head runs on the hidden states that are read, not on whole sequences."""
@@ -271,5 +324,8 @@ def _is_causal(model: nn.Module) -> bool:
 
 
 def _partner(name: str) -> str:
-    a, b = lora_names(name.replace(".lora_A.weight", ".weight").replace(".lora_B.weight", ".weight"))
+    if name.endswith((".prefix_key", ".prefix_value")):
+        a, b = prefix_names(name.rsplit(".", 1)[0])
+    else:
+        a, b = lora_names(name.replace(".lora_A.weight", ".weight").replace(".lora_B.weight", ".weight"))
     return b if name == a else a

@@ -84,8 +84,11 @@ def _linear(
     weight, bias = own.get("weight"), own.get("bias")
     rank = population.trained[weight].rank if weight else 0
     turned = isinstance(module, Conv1D)  # stored as (in, out)
+    packed = module.forward if not module.weight.is_floating_point() else None  # a quantised layer unpacks itself
 
     def base(x: Tensor) -> Tensor:
+        if packed is not None:
+            return packed(x.flatten(0, 1)).unflatten(0, x.shape[:2])  # type: ignore[no-any-return]
         matrix, own_bias = _like(module.weight, x), None if bias or module.bias is None else _like(module.bias, x)
         if is_head and x.dtype != torch.float32:
             y = torch.mm(x.flatten(0, -2), matrix if turned else matrix.T, out_dtype=torch.float32)

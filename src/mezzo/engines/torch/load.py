@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from mezzo import noise
 from mezzo.engines.hub import Family, fetched, quiet
+from mezzo.engines.torch.claims import weighed
 from mezzo.errors import ConfigError, ModelError
 
 
@@ -21,8 +23,12 @@ def load_model(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     remote_code: bool = False,
+    quantize: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """The model in eval mode; with `classes`, a classification head whose fresh weights depend on `seed` alone."""
+    """The model in eval mode; with `classes`, a classification head whose fresh weights depend on `seed` alone.
+
+    `quantize` is what `quantized.settings` says.
+    """
     import transformers
 
     if classes:
@@ -31,11 +37,12 @@ def load_model(
     else:
         auto = transformers.AutoModelForMaskedLM if family == "masked" else transformers.AutoModelForCausalLM
         extra = {}
+    extra |= quantize or {}
     with quiet():
         model, report = fetched(
             name,
             lambda path, **how: auto.from_pretrained(
-                path,
+                weighed(path, auto, name, remote_code),
                 dtype=dtype,
                 output_loading_info=True,
                 use_safetensors=True,

@@ -1,0 +1,51 @@
+"""What a model folder claims, against what its weights hold: checked before memory is taken for it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from mezzo.errors import ModelError
+
+DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+SPARE = 2**24
+"""Parameters that may be missing from any file: a fresh head is made, not read."""
+
+
+def weighed(path: str, auto: Any, name: str, remote_code: bool) -> str:
+    """The path again; ModelError where there are no safetensors, or the configuration describes a far larger model."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return path
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+        why = "; its .bin or .pt file is a pickle, which can run code when it is opened" if pickled else ""
+        raise ModelError(f"{name} has no weights as .safetensors{why}: save it again with save_pretrained")
+    if not remote_code:
+        _compare(folder, files, auto, name)
+    return path
+
+
+def _compare(folder: Path, files: list[Path], auto: Any, name: str) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    held = [size for file in files for size in _sizes(file)]
+    depth = max((value for key in DEPTHS if isinstance(value := getattr(config, key, 0), int)), default=0)
+    if depth > len(held):
+        raise ModelError(f"{name}: config.json claims {depth} layers, and its weights are {len(held)} tensors")
+    with torch.device("meta"):
+        claimed = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
+    if claimed > 4 * sum(held) + SPARE:
+        raise ModelError(f"{name}: config.json describes {claimed:,} parameters, and its weights are {sum(held):,}")
+
+
+def _sizes(file: Path) -> list[int]:
+    """Elements of each tensor, by the file's header, which safetensors has held against the file's length."""
+    with safe_open(file, framework="numpy") as tensors:
+        return [math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys()]  # noqa: SIM118

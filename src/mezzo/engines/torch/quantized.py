@@ -1,0 +1,74 @@
+"""A base model whose frozen weights stay in 8 or 4 bits, by bitsandbytes. What is trained beside them is float32."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mezzo.engines.torch.catalog import digest_of
+from mezzo.errors import ConfigError
+
+
+def settings(kind: str, device: torch.device) -> dict[str, Any]:
+    """What `from_pretrained` must be told; ConfigError where the library is missing."""
+    try:
+        import bitsandbytes  # noqa: F401
+        from transformers import BitsAndBytesConfig
+    except ImportError:
+        raise ConfigError(
+            f"--quantize {kind} needs the bitsandbytes and accelerate libraries: pip install bitsandbytes accelerate"
+        ) from None
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it says at every call that it rounds
+    if kind == "8bit":
+        # No outlier columns: which they are depends on all rows of a batch, and a score must depend on its own row alone.
+        how = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    else:
+        how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    return {"quantization_config": how, "device_map": {"": str(device)}}
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """A linear layer whose weight is packed; or a model that has one."""
+    if isinstance(module, nn.Linear):
+        return not module.weight.is_floating_point()
+    return any(not parameter.is_floating_point() for parameter in module.parameters())
+
+
+def checkpoint_digest(name: str, kind: str) -> str:
+    """Of the weights as they lie on disk: packed bits may differ between devices and versions, the model is the same."""
+    from safetensors import safe_open
+
+    total = hashlib.sha256(kind.encode())
+    for file in sorted(_folder(name).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for key in sorted(tensors.keys()):
+                total.update(digest_of([(key, tensors.get_tensor(key))]).encode())
+    return total.hexdigest()
+
+
+def _folder(path: str) -> Path:
+    from transformers.utils import cached_file
+
+    return Path(path) if Path(path).is_dir() else Path(str(cached_file(path, "config.json"))).parent
+
+
+@contextmanager
+def lora_beside(model: nn.Module, factors: dict[str, tuple[Tensor, Tensor]], scaling: float) -> Iterator[None]:
+    """Plain LoRA by hooks: module path → (A, B), added to what the packed layer gives. For the check before step 1."""
+
+    def hook(down: Tensor, up: Tensor) -> Any:
+        return lambda _module, args, output: output + scaling * (args[0] @ down.T @ up.T)
+
+    hooks = [model.get_submodule(path).register_forward_hook(hook(*pair)) for path, pair in factors.items()]
+    try:
+        yield
+    finally:
+        for one in hooks:
+            one.remove()

@@ -1,0 +1,146 @@
+"""The frozen layers below the first trained one: their outcome is a constant of each example, computed once and kept.
+
+An example's state is always computed alone and unpadded, whether it is then kept or not. So scores do not depend on what happens
+to be in the cache, on its size, or on who shares a micro-batch: only whether there is a cache at all shows, in rounding.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mezzo.engines.torch.inputs import Rows
+
+MIB = 2**20
+Key = tuple[tuple[int, ...], tuple[int, ...]]
+Inputs = Callable[[Tensor, Tensor | None], dict[str, Any]]
+
+
+class _Reached(Exception):
+    """The state is there; the layers above need not run."""
+
+    def __init__(self, state: Tensor) -> None:
+        super().__init__()
+        self.state = state
+
+
+class Trunk:
+    """States of recent examples, at most `limit` bytes of them, and layers that step aside when a state is given."""
+
+    def __init__(self, model: nn.Module, layers: list[nn.Module], shapes: list[int], limit: int) -> None:
+        self.model, self.layers, self.limit = model, layers, limit
+        self.asked = self.computed = self.held = 0
+        self._kept: OrderedDict[Key, Tensor] = OrderedDict()
+        self._given: Tensor | None = None
+        self._stopping = False
+        for layer, shape in zip(layers, shapes, strict=True):
+            layer.forward = self._stepping_aside(layer.forward, shape, layer is layers[-1])  # type: ignore[method-assign]
+
+    @contextmanager
+    def standing_in(self, rows: Rows, members: int, inputs: Inputs) -> Iterator[None]:
+        """Forwards inside start at the first trained layer."""
+        self.asked += members * rows.count
+        states = [self._state(row, segments, inputs) for row, segments in _unpadded(rows)]
+        self._given = nn.utils.rnn.pad_sequence(states, batch_first=True)
+        missing = rows.ids.shape[1] - self._given.shape[1]
+        self._given = nn.functional.pad(self._given, (0, 0, 0, missing)).repeat(members, 1, 1)
+        try:
+            yield
+        finally:
+            self._given = None
+
+    def describe(self) -> dict[str, Any]:
+        """What was saved: of all passes of an example through the frozen layers, how many were computed."""
+        saved = 1 - self.computed / self.asked if self.asked else 0.0
+        return {"frozen_layers": len(self.layers), "saved_share": round(saved, 4), "held_mb": round(self.held / MIB, 3)}
+
+    def forget(self) -> None:
+        self._kept.clear()
+        self.held = 0
+
+    def _state(self, ids: Tensor, segments: Tensor | None, inputs: Inputs) -> Tensor:
+        key: Key = (tuple(ids.tolist()), tuple(segments.tolist()) if segments is not None else ())
+        if (found := self._kept.get(key)) is not None:
+            self._kept.move_to_end(key)
+            return found
+        self.computed += 1
+        self._stopping = True
+        try:
+            self.model(**inputs(ids[None], None if segments is None else segments[None]))
+        except _Reached as reached:
+            state = reached.state[0].clone()
+        finally:
+            self._stopping = False
+        self._kept[key] = state
+        self.held += _size(state)
+        while self.held > self.limit and self._kept:
+            self.held -= _size(self._kept.popitem(last=False)[1])
+        return state
+
+    def _stepping_aside(self, original: Callable[..., Any], shape: int, last: bool) -> Callable[..., Any]:
+        def forward(*args: Any, **options: Any) -> Any:
+            if self._given is not None:
+                return (self._given, *[None] * (shape - 1)) if shape else self._given
+            output = original(*args, **options)
+            if last and self._stopping:
+                raise _Reached(output[0] if shape else output)
+            return output
+
+        return forward
+
+
+def find(model: nn.Module, trained: set[nn.Module], inputs: Mapping[str, Any], limit: int) -> Trunk | None:
+    """The layers that have run when the first of the `trained` modules runs; None when there are none, or no room."""
+    order, shapes, again = _watched(model, inputs)
+    first = min((order[module] for module in trained if module in order), default=0)
+    stacks = [
+        list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and all(c in order for c in m)
+    ]
+    if not stacks or not limit:
+        return None
+    stack = max(stacks, key=len)  # experts and the like are lists too, but not deeper than the stack they are in
+    if not again.isdisjoint(stack):  # ALBERT passes through one layer many times
+        return None
+    below = [layer for layer in stack if max(order[module] for module in layer.modules() if module in order) < first]
+    return Trunk(model, below, [shapes[layer] for layer in below], limit) if below else None
+
+
+def _watched(
+    model: nn.Module, inputs: Mapping[str, Any]
+) -> tuple[dict[nn.Module, int], dict[nn.Module, int], set[nn.Module]]:
+    """When each module first ran, how many values it returned (0: a bare tensor), and which ran more than once."""
+    order: dict[nn.Module, int] = {}
+    shapes: dict[nn.Module, int] = {}
+    again: set[nn.Module] = set()
+
+    def before(module: nn.Module, _: Any) -> None:
+        if module in order:
+            again.add(module)
+        order.setdefault(module, len(order))
+
+    def after(module: nn.Module, _: Any, output: Any) -> None:
+        shapes[module] = len(output) if isinstance(output, tuple) else 0
+
+    hooks = [module.register_forward_pre_hook(before) for module in model.modules()]
+    hooks += [module.register_forward_hook(after) for module in model.modules()]
+    try:
+        with torch.no_grad():
+            model(**inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return order, shapes, again
+
+
+def _unpadded(rows: Rows) -> Iterator[tuple[Tensor, Tensor | None]]:
+    for index, length in enumerate(rows.mask.sum(1).tolist()):
+        yield rows.ids[index, :length], rows.segments[index, :length] if rows.segments is not None else None
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,99 @@
+"""Losses that are no numbers: the step is recorded as skipped, the weights stay, and a run that gives nothing else ends."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from mezzo import api
+from mezzo.cli import main
+from mezzo.errors import RunFailed
+from mezzo.journal import read
+from mezzo.trainer import SKIPS
+
+
+@pytest.fixture
+def options(tiny_folder: str, tiny_data: str, tmp_path: Path) -> dict[str, Any]:
+    sizes = {
+        "steps": 24,
+        "batch_size": 4,
+        "eval_every": 24,
+        "threads": 1,
+        "device": "cpu",
+        "out": str(tmp_path / "run"),
+    }
+    return {
+        "model": tiny_folder,
+        "task": "sst-2",
+        "train": tiny_data,
+        "dev": tiny_data,
+        "space": "lora",
+        "lr": 1e-3,
+        **sizes,
+    }
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_skipped_step_leaves_the_weights_and_can_be_replayed(bad, options, tmp_path):
+    calls = iter(range(1000))
+
+    def objective(scores: Any, batch: Any) -> Any:
+        losses = scores.astype(np.float64).sum((1, 2))
+        return losses * [bad, 1.0] if next(calls) % 3 == 1 else losses
+
+    session = api.open_session(**options, objective=objective)
+    before, skipped = session.engine.digest(), 0
+    for record in session.records():
+        after = session.engine.digest()
+        assert (after == before) == bool(record.skipped)
+        assert all(math.isfinite(coef) for _, coef in record.update.terms)
+        before, skipped = after, skipped + bool(record.skipped)
+    assert session.result().skipped_steps == skipped == 8
+    assert api.verify(options["out"]).ok
+    api.export(options["out"], "journal", tmp_path / "j.mezzo")
+    assert api.rebuilt(tmp_path / "j.mezzo", at=24)[0].digest() == before
+
+
+def test_only_an_unbroken_row_of_them_ends_a_run(options):
+    calls = iter(range(1000))
+
+    def objective(scores: Any, batch: Any) -> Any:
+        call = next(calls)
+        return np.full(2, math.inf) if (call % SKIPS and call < 2 * SKIPS) or call >= 3 * SKIPS else np.array([0.0, 1.0])
+
+    with pytest.raises(RunFailed, match=f"not a number for {SKIPS} steps in a row") as caught:
+        api.finetune(**{**options, "steps": 200}, objective=objective)
+    assert "smaller --lr or --eps" in str(caught.value)
+    assert read(Path(options["out"])).steps == 4 * SKIPS
+
+
+def command(options: dict[str, Any]) -> list[str]:
+    return ["train", *[part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", str(value))]]
+
+
+@pytest.mark.parametrize("space", ["lora", "full", "prefix"])
+def test_a_run_that_diverges_says_so(space, options, capsys):
+    """A step far too large: the model's own scores overflow, not a made-up objective's."""
+    code = main(command({**options, "space": space, "lr": 1e36, "steps": 200}))
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert code == 1
+    assert f"not a number for {SKIPS} steps in a row" in said
+    content = read(Path(options["out"]))
+    assert all(record.update.empty for record in content.records if record.skipped)
+    assert all(math.isfinite(value) for record in content.records for _, value in record.update.terms)
+
+
+def test_a_model_with_damaged_weights_is_refused_before_training(options, tiny_folder, tmp_path, capsys):
+    shutil.copytree(tiny_folder, tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors["roberta.encoder.layer.0.output.dense.bias"][0] = math.nan
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    assert main(command({**options, "model": str(tmp_path / "model")})) == 2
+    assert "the model's weights are damaged" in capsys.readouterr().err
+    assert not Path(options["out"]).exists()

@@ -1,0 +1,115 @@
+"""LoRA and prefix on a base in 8 or 4 bits: exact against plain forwards of the packed model, which stays packed."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForMaskedLM, RobertaConfig, RobertaForMaskedLM
+
+from mezzo import api
+from mezzo.cli import main
+from mezzo.engines.base import Unit
+from mezzo.engines.torch import quantized
+from mezzo.engines.torch.engine import TorchEngine
+from mezzo.engines.torch.load import load_model
+from mezzo.errors import ConfigError, SpaceError
+from mezzo.space import Space
+from mezzo.types import Probe
+from tests.conftest import make_batch, train_tokenizer
+
+KINDS = ("8bit", "4bit")
+PAIR = (Probe(((7, 0.02),)), Probe(((7, -0.02),)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Wide enough for the blocks of 64 values that share a scale."""
+    folder, tokenizer = tmp_path_factory.mktemp("wide-roberta"), train_tokenizer()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    config = RobertaConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=66, type_vocab_size=1, pad_token_id=1, **sizes
+    )
+    RobertaForMaskedLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def packed(folder: str, kind: str) -> Any:
+    return load_model(folder, "masked", quantize=quantized.settings(kind, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("space", [Space("lora", rank=4), Space("prefix"), Space("lora", layers="1:")], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_equal_one_plain_forward_an_example(kind, space, folder):
+    engine = TorchEngine(packed(folder, kind), space, unit=Unit(4), pad_id=1, cache_mb=1)
+    rng = np.random.default_rng(0)
+    engine.load_state({n: (v + rng.normal(0, 0.1, v.shape)).astype(np.float32) for n, v in engine.state().items()})
+    assert {p.dtype for p in engine.model.parameters() if p.ndim == 2} & {torch.int8, torch.uint8}
+    before = {name: value.clone() for name, value in engine.model.named_parameters()}
+    batch = make_batch(7)
+    engine.check(batch, 1e-2)
+    together = engine.score(batch, PAIR)
+    alone = TorchEngine(packed(folder, kind), space, unit=Unit(1, members=1), pad_id=1)
+    alone.load_state(engine.state())
+    np.testing.assert_allclose(together, alone.score(batch, PAIR), rtol=1e-4, atol=1e-4)
+    assert np.abs(together[0] - together[1]).max() > 1e-3
+    assert all(torch.equal(value, before[name]) for name, value in engine.model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_trains_is_verified_and_its_adapter_loads_on_the_packed_model(kind, folder, tiny_data, tmp_path):
+    options = {"steps": 6, "batch_size": 4, "eval_every": 3, "threads": 1, "device": "cpu", "eps": 1e-2, "lr": 1e-2}
+    files = {"task": "sst-2", "train": tiny_data, "dev": tiny_data}
+    run = api.finetune(folder, space="lora", quantize=kind, **files, **options, out=str(tmp_path / "run"))
+    assert api.verify(run.out).ok
+    assert api.finetune(resume=run.out, steps=8).steps == 8
+    with pytest.raises(ConfigError, match="export the adapter instead"):
+        api.export(run.out, "model", tmp_path / "model")
+    engine, _ = api.rebuilt(run.out, at=8)
+    adapter = api.export(run.out, "adapter", tmp_path / "adapter", at=8)
+    how = quantized.settings(kind, torch.device("cpu"))
+    model = PeftModel.from_pretrained(AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32, **how), adapter)
+    batch = make_batch(4, words=(7, 9))
+    expected = engine.score(batch, [Probe()])[0]
+    for row, prompt in enumerate(batch.prompts):
+        logits = model(input_ids=torch.tensor([prompt.ids])).logits[0, prompt.position, [7, 9]]
+        np.testing.assert_allclose(logits.detach(), expected[row], rtol=1e-3, atol=1e-3)
+    assert api.evaluate(model=folder, quantize=kind, task="sst-2", data=tiny_data).n == 16
+
+
+def test_the_digest_is_of_the_model_and_of_the_bits(folder):
+    found = {kind: quantized.checkpoint_digest(folder, kind) for kind in KINDS}
+    assert found["8bit"] != found["4bit"]
+    assert quantized.checkpoint_digest(folder, "8bit") == found["8bit"]
+
+
+def test_what_is_not_possible_is_refused_in_one_line(folder, tiny_data, tmp_path, capsys, monkeypatch):
+    def say(*more: str) -> str:
+        arguments = ["--model", folder, "--task", "sst-2", "--train", tiny_data, "--out", str(tmp_path / "run")]
+        assert main(["train", *arguments, *more]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert not Path(tmp_path / "run").exists()
+        return said
+
+    assert "--quantize goes with --space lora or prefix" in say("--quantize", "8bit", "--space", "full")
+    assert "quantize is one of 8bit, 4bit" in say("--quantize", "3bit", "--space", "lora")
+    assert "belongs to the torch engine" in say("--quantize", "4bit", "--engine", "sglang", "--space", "lora")
+    with pytest.raises(SpaceError, match="stays as it is"):
+        TorchEngine(packed(folder, "8bit"), Space("full"))
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name == "bitsandbytes":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert "pip install bitsandbytes accelerate" in say("--quantize", "8bit", "--space", "lora")

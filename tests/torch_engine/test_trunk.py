@@ -1,0 +1,128 @@
+"""States below the first trained layer are computed once: scores stay what they were, whatever the cache's size."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mezzo import api
+from mezzo.engines.base import Unit
+from mezzo.engines.torch.engine import TorchEngine
+from mezzo.engines.torch.trunk import MIB
+from mezzo.journal import read
+from mezzo.space import Space
+from mezzo.types import Batch, Probe, Prompt, Readout
+from tests.conftest import make_batch, make_llama, make_roberta
+from tests.torch_engine.test_families import FAMILIES, make
+
+PAIR = (Probe(((7, 0.02),)), Probe(((7, -0.02),)))
+UPPER = {
+    "full": Space("full", layers="1:"),
+    "matrices": Space("matrices", layers="1:", noise_rank=3),
+    "lora": Space("lora", rank=4, layers="1:"),
+    "prefix": Space("prefix", layers="1:"),
+}
+MAKERS = {
+    **{name: (lambda f=family: make(*f)) for name, family in FAMILIES.items() if name != "albert"},
+    "roberta": make_roberta,
+    "llama": make_llama,
+}
+
+
+def engine_of(model: Any, space: Space, cache_mb: float, rows: int = 4) -> TorchEngine:
+    engine = TorchEngine(copy.deepcopy(model), space, unit=Unit(rows), seed=3, pad_id=1, cache_mb=cache_mb)
+    rng = np.random.default_rng(1)
+    engine.load_state({n: (v + rng.normal(0, 0.05, v.shape)).astype(np.float32) for n, v in engine.state().items()})
+    return engine
+
+
+@pytest.mark.parametrize("space", UPPER.values(), ids=UPPER)
+@pytest.mark.parametrize("family", MAKERS)
+def test_scores_are_those_without_a_cache(family, space):
+    model, batch = MAKERS[family](), make_batch(9)
+    plain = engine_of(model, space, 0)
+    assert plain.trunk is None
+    cached = engine_of(model, space, 1)
+    assert len(cached.trunk.layers) == 1
+    cached.check(batch, 1e-2)
+    for _ in range(2):
+        np.testing.assert_allclose(cached.score(batch, PAIR), plain.score(batch, PAIR), rtol=1e-5, atol=1e-5)
+    again = engine_of(model, space, 1)
+    assert np.array_equal(again.score(batch, PAIR), cached.score(batch, PAIR)), "a hit must give the bits of a miss"
+
+
+def test_all_layers_are_below_a_head():
+    engine, batch = engine_of(make_roberta(), Space("head"), 1), make_batch(9)
+    assert len(engine.trunk.layers) == 2
+    engine.score(batch, PAIR)
+    engine.score(batch, PAIR)
+    assert (engine.trunk.asked, engine.trunk.computed) == (36, 9)
+    assert engine.describe()["trunk"]["saved_share"] == 0.75
+
+
+@pytest.mark.parametrize("space", [Space("full"), Space("lora"), Space("prefix"), Space("*embed*")])
+def test_nothing_is_kept_when_the_first_layer_or_the_embeddings_train(space):
+    for make_model in (make_roberta, make_llama):
+        assert engine_of(make_model(), space, 100).trunk is None
+
+
+def test_a_layer_that_every_depth_shares_is_not_cut():
+    engine = engine_of(make(*FAMILIES["albert"]), Space("head"), 100)
+    assert engine.trunk is None
+    engine.check(make_batch(), 1e-2)
+
+
+def test_the_bound_is_kept_and_does_not_show_in_the_bits():
+    model, batch = make_roberta(), make_batch(40)
+    space = UPPER["full"]
+    room = 20 * 32 * 4 * 5 / MIB  # five of the longest examples
+    small, large = engine_of(model, space, room, rows=8), engine_of(model, space, 100, rows=8)
+    rng = np.random.default_rng(0)
+    for _ in range(6):
+        some = Batch(tuple(batch.prompts[i] for i in rng.permutation(40)[:16]), batch.readout)
+        assert np.array_equal(small.score(some, PAIR), large.score(some, PAIR))
+        assert small.trunk.held <= room * MIB
+    assert small.trunk.computed > large.trunk.computed == len(large.trunk._kept) <= 40
+    assert small.trunk.held == sum(t.numel() * 4 for t in small.trunk._kept.values())
+
+
+def test_segments_tell_examples_apart():
+    model = MAKERS["bert"]()
+    ids = (5, 6, 7, 8)
+    prompts = tuple(Prompt(ids, 0, 2, segments=segments) for segments in ((0, 0, 1, 1), (0, 0, 0, 0)))
+    batch = Batch(prompts, Readout("words", words=(11, 47)))
+    cached, plain = engine_of(model, UPPER["full"], 1), engine_of(model, UPPER["full"], 0)
+    np.testing.assert_allclose(cached.score(batch, PAIR), plain.score(batch, PAIR), atol=1e-5)
+    assert np.abs(cached.score(batch, PAIR)[:, 0] - cached.score(batch, PAIR)[:, 1]).max() > 1e-3
+
+
+def test_a_run_says_what_it_saved_and_its_journal_does_not_depend_on_the_size(tiny_folder, tiny_data, tmp_path):
+    options = {"space": "lora", "layers": "1:", "steps": 30, "batch_size": 4, "eval_every": 10, "threads": 1, "seed": 5}
+
+    def run(name: str, cache_mb: float) -> api.Run:
+        out = str(tmp_path / name)
+        return api.finetune(
+            tiny_folder,
+            task="sst-2",
+            train=tiny_data,
+            dev=tiny_data,
+            device="cpu",
+            **options,
+            cache_mb=cache_mb,
+            out=out,
+        )
+
+    large, small = run("large", 100), run("small", 0.005)
+    assert read(Path(large.out)).records == read(Path(small.out)).records
+    assert large.digest == small.digest
+    notes = [json.loads(line) for line in (tmp_path / "large" / "metrics.jsonl").read_text().splitlines()]
+    last = [note for note in notes if note["event"] == "engine"][-1]
+    assert last["trunk"]["frozen_layers"] == 1
+    assert last["trunk"]["saved_share"] > 0.8
+    with pytest.raises(api.ConfigError, match="cache_mb cannot change"):
+        api.finetune(resume=large.out, steps=31, cache_mb=0)
