@@ -42,7 +42,8 @@ def new(config: RunConfig, observe: Observer, objective: Objective | None = None
     config = config.replace(objective=_named(objective)) if objective else config
     parts, splits = _prepared(config, task)
     if _was_begun(parts.config):
-        return resume(str(config.out), observe, {}, objective)
+        changes = {name: value for name in RESUMABLE if (value := getattr(config, name)) is not None}
+        return resume(str(config.out), observe, changes, objective)
     train = parts.encode(splits.train)
     method = _method(parts.config, objective)
     observe("loading", {"model": config.model, "task": parts.task.name})
