@@ -24,6 +24,7 @@ from mezzo.starting import RESUMABLE
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 DATA = ROOT / "src" / "mezzo" / "bundled" / "data"
 FENCE = re.compile(r"^(?P<mark>(?:<!-- not run.*-->\n+)?)```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 
@@ -110,6 +111,22 @@ def test_an_example_runs(example, tmp_path):
     assert code == 0, f"{printed}\n{complaints}"
     assert printed.strip(), "an example shows what it did"
     assert "Traceback" not in complaints
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+def test_a_notebook_runs_and_is_kept_without_outputs(notebook, tmp_path):
+    content = json.loads(notebook.read_text(encoding="utf-8"))
+    assert (content["nbformat"], content["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in content["cells"]}) == len(content["cells"])
+    cells = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
+    assert cells
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+    plan = tmp_path / "plan.json"
+    blocks = [("python", 0, "".join(cell["source"])) for cell in cells]
+    plan.write_text(json.dumps([str(notebook.relative_to(ROOT)), blocks]))
+    code, printed, complaints = run([sys.executable, "-c", DRIVER, str(plan)], tmp_path)
+    assert code == 0, f"{printed}\n{complaints}"
 
 
 # --- what pages say of the code
