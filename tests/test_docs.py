@@ -180,7 +180,7 @@ def options_of(parser: Any) -> set[str]:
     return {name for verb in (parser, *verbs) for action in verb._actions for name in action.option_strings}
 
 
-ELSEWHERE = {"--local-dir", "--editable", "--constraint", "--fix", "--quiet"}
+ELSEWHERE = {"--local-dir", "--editable", "--constraint", "--fix", "--quiet", "--logdir"}
 """Options of other programs that pages mention."""
 
 
@@ -211,6 +211,23 @@ def test_the_tables_of_defaults_and_of_what_may_change_are_complete():
     journal = (ROOT / "docs" / "journal.md").read_text(encoding="utf-8")
     named = re.findall(r"`(\w+)`", journal[journal.index("may change:") : journal.index("A changed")])
     assert sorted(named) == sorted(RESUMABLE)
+
+
+def test_every_page_is_in_the_navigation_once():
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"^  - [^:#]+: (\S+\.md)$", settings[settings.index("nav:") :], re.M)
+    assert sorted(listed) == sorted(page.name for page in PAGES if page.parent.name == "docs")
+
+
+def test_the_figures_are_those_of_their_script():
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "scripts" / "figures.py")
+    assert spec and spec.loader
+    figures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(figures)
+    drawn = {f"{name}.svg": str(make()) for name, make in figures.FIGURES.items()}
+    assert drawn == {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "figures").iterdir()}
+    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert all(f"](figures/{name})" in pages for name in drawn)
 
 
 def test_the_layers_of_the_design_page_are_those_of_the_contract():

@@ -66,8 +66,11 @@ class Session:
             text = f"--batch-size {size} is more than the {train} training examples: every step sees all of them"
             self.observe.warn(0, text)
         if start >= steps:
-            text = f"this run has finished: its {start} steps are done. Train on with --resume {self.folder.path} --steps N"
-            self.observe.warn(start, f"{text}, N more than {start}")
+            text = (
+                f"this run has finished: its {start} steps are done. Train on with --resume {self.folder.path} "
+                f"--steps N, N more than {start}"
+            )
+            self.observe.warn(start, text)
 
     def note_command(self, words: list[str]) -> None:
         """What a person typed, for the report."""
