@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -92,19 +93,26 @@ class TorchEngine:
         for first in range(0, len(probes), self.unit.members):
             chunk = probes[first : first + self.unit.members]
             here = out[first : first + len(chunk)]
-            with self.population.at(chunk):
-                try:
-                    for rows in groups:
-                        scores = self._forward(rows, batch).reshape(len(chunk), -1, *rows.tail)
-                        rows.place(here, scores.cpu().numpy())
-                    if shared:
-                        self._score_shared(batch, here)
-                except torch.OutOfMemoryError:
-                    raise RunFailed(
-                        f"{self.device} is out of memory with {self.unit.rows} examples and {len(chunk)} probes in one forward; "
-                        "start again with a smaller --micro-batch"
-                    ) from None
+            with self._memory_explained(len(chunk)), self.population.at(chunk):
+                for rows in groups:
+                    scores = self._forward(rows, batch).reshape(len(chunk), -1, *rows.tail)
+                    rows.place(here, scores.cpu().numpy())
+                if shared:
+                    self._score_shared(batch, here)
         return out
+
+    @contextlib.contextmanager
+    def _memory_explained(self, members: int) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            # The CPU's allocator has no class of its own for its refusals.
+            if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error):
+                raise RunFailed(
+                    f"{self.device} is out of memory with {self.unit.rows} examples and {members} probes in one forward; "
+                    "start again with a smaller --micro-batch"
+                ) from None
+            raise
 
     def _score_shared(self, batch: Batch, out: Scores) -> None:
         for places in by_length([p.ids for p in batch.prompts], self.unit.rows):
