@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mezzo.engines.sglang.matrices import Piece
 from mezzo.engines.sglang.pieces import assembled
 from mezzo.engines.sglang.rows import SHARED, common_prefix, rows_of, shared_prompts
 from mezzo.engines.sglang.shards import parts_of
 from mezzo.engines.sglang.support import module_of, served
 from mezzo.engines.sglang.versions import check_version
-from mezzo.engines.sglang.weights import Piece
 from mezzo.errors import ConfigError, ModelError
 from mezzo.types import Batch, Prompt, Readout, Trained
 

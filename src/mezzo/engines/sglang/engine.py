@@ -109,7 +109,7 @@ class SGLangEngine:
         """Answers to requests at a probe, whose adapter is written first and whose cache is emptied before and after."""
         placed = self.channel.call("place", probes=(probe,))
         adapters = [self.adapters[0] if placed[0] else None] * len(body["input_ids"])
-        answers = self.engine.generate(**{**body, "lora_path": adapters})
+        answers = self.engine.generate(**body, lora_path=adapters)
         while not self.channel.call("idle"):  # the last request may still be on its way out
             time.sleep(0.005)
         launch.watch_workers()

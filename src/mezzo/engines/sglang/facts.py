@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,7 +22,8 @@ SAMPLE = tuple(range(4, 12))
 @dataclass(frozen=True)
 class Facts:
     """`start` is the digest of the trained tensors as Hugging Face has them: SGLang's copies must equal it. `sample` are the
-    log-probabilities of the tokens SAMPLE after the prompt SAMPLE: by them a server's model is recognised."""
+    log-probabilities of the tokens SAMPLE after the prompt SAMPLE: by them a server's model is recognised. `values` are the
+    matrices that servers train in place."""
 
     base_digest: str
     parameters: int
@@ -29,6 +31,7 @@ class Facts:
     frozen: tuple[Trained, ...]
     start: str
     sample: tuple[float, ...] = ()
+    values: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def facts_of(spec: EngineSpec) -> Facts:
@@ -57,6 +60,7 @@ def facts_of(spec: EngineSpec) -> Facts:
         frozen=frozen,
         start=catalog.digest_of(start),
         sample=_sample(model) if spec.urls else (),
+        values={t.name: parameters[t.name].detach() for t in trained} if spec.urls and space.kind == "matrices" else {},
     )
 
 

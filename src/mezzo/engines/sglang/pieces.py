@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mezzo.engines.sglang.weights import Piece
+from mezzo.engines.sglang.matrices import Piece
 from mezzo.engines.torch import catalog
 from mezzo.errors import JournalError
 from mezzo.types import Trained

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import cProfile
+import io
+import pstats
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from mezzo.engines.sglang.forward import Count, Forward, Member
+from mezzo.engines.sglang.matrices import Array, Piece
 from mezzo.engines.sglang.requests import empty_scores, put
 from mezzo.engines.sglang.rows import rows_of
 from mezzo.engines.sglang.slots import Slots
-from mezzo.engines.sglang.weights import WEIGHTS, Array, Piece, Plan, Weights
+from mezzo.engines.sglang.weights import WEIGHTS, Plan, Weights
 from mezzo.types import Batch, Probe, Scores, Update
 
 
@@ -52,6 +56,14 @@ class Worker:
         finally:
             self.forward.flush()  # a failed forward must not leave SGLang's pools half full either
         return out, self.forward.count
+
+    def profile(self, work: str, values: Mapping[str, Any]) -> str:
+        """Where the time of another function goes, as a table; a GPU is waited for, so that launches and work show apart."""
+        profile = cProfile.Profile()
+        profile.runcall(self.work, work, values)
+        table = io.StringIO()
+        pstats.Stats(profile, stream=table).sort_stats("cumtime").print_stats(90)
+        return table.getvalue()
 
     def residents(self) -> list[str]:
         """Names of the adapters in SGLang's pool."""
@@ -94,4 +106,5 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "load": Worker.load,
     "idle": Worker.idle,
     "residents": Worker.residents,
+    "profile": Worker.profile,
 }
