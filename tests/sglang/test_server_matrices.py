@@ -12,7 +12,7 @@ import pytest
 from mezzo import api
 from mezzo.engines import open_engine
 from mezzo.engines.sglang.loader import LOADER
-from mezzo.errors import ConfigError, RunFailed
+from mezzo.errors import RunFailed
 from mezzo.space import Space
 from mezzo.types import Probe
 from tests.sglang.conftest import MODEL, PAIR, UPDATES, distance, spec_of, words_batch
@@ -127,11 +127,3 @@ def test_a_run_survives_its_server(server, data, tmp_path):  # noqa: F811
         assert base.calibrated == served.calibrated
     finally:
         fresh.kill()
-
-
-def test_a_server_without_the_loader_is_refused_before_training(tmp_path):
-    from tests.sglang.test_refusals import FIT, answering
-
-    info = json.dumps({**FIT, "lora_target_modules": list(EVERY)}).encode()
-    with answering(info) as url, pytest.raises(ConfigError, match=f"--custom-weight-loader {LOADER}"):
-        open_engine("sglang", spec_of(MATRICES, urls=(url,)))

@@ -123,10 +123,13 @@ class Forward:
 
     def _finished(self, reqs: Sequence[Any], kept: bool) -> None:
         """Give the sequences' memory back; SGLang has counted what it took from its cache."""
+        allocator = self.scheduler.token_to_kv_pool_allocator
+        allocator.free_group_begin()  # one operation for all of them
         for req in reqs:
             self.count.cached += req.cached_tokens
             self.count.computed += len(req.origin_input_ids) - req.cached_tokens
             self._release(req, kept)
+        allocator.free_group_end()
 
     def _request(self, ids: tuple[int, ...], start: int, member: Member) -> Any:
         from sglang.srt.managers.schedule_batch import Req

@@ -11,9 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mezzo import noise
+from mezzo import noise, rounding
 from mezzo.engines.sglang.shards import Part
 from mezzo.engines.torch.noise import NoiseSource
+from mezzo.engines.torch.plain import move_values
 from mezzo.errors import ModelError
 from mezzo.types import Trained, Update
 
@@ -46,18 +47,29 @@ class Matrices:
         return weight[part.local_rows]
 
     def apply(self, update: Update) -> None:
-        """As every engine: fl(keep·θ), then fl(θ − fl(c·z)) a term at a time; U·Vᵀ is integers, exact in any order."""
+        """To the rounding that every engine keeps; U·Vᵀ is integers, exact in any order and on any share of it."""
         for trained in self.trained:
-            held, part = self.view(trained), self.places[trained.name][0]
-            if trained.decay and update.keep != 1.0:
-                held.mul_(update.keep)
-            for seed, coef in update.terms:
-                if coef == 0.0:
-                    continue
-                left, right = self.source.factors(seed, trained.name, trained.shape, trained.rank)
-                z = left[slice(*part.rows)] @ right[slice(*part.cols)].T
-                held.sub_(z.mul_(noise.factor_scale(coef, trained.rank)))
+            scaled = tuple((seed, noise.factor_scale(coef, trained.rank)) for seed, coef in update.terms)
+            move_values(
+                self.view(trained),
+                trained.decay,
+                Update(scaled, update.keep),
+                lambda seed, t=trained: self._noise(t, seed),  # type: ignore[misc]
+                lambda t=trained: self._rounding(t, rounding.seed_of(update)),  # type: ignore[misc]
+            )
         self.source.forget()
+
+    def _noise(self, trained: Trained, seed: int) -> Tensor:
+        part = self.places[trained.name][0]
+        left, right = self.source.factors(seed, trained.name, trained.shape, trained.rank)
+        return left[slice(*part.rows)] @ right[slice(*part.cols)].T
+
+    def _rounding(self, trained: Trained, seed: int) -> Tensor:
+        """The rounding bits of this share, two bytes an element: whole rows are drawn, its columns kept."""
+        part, width = self.places[trained.name][0], trained.shape[1]
+        drawn = self.source.rounding(seed, trained.name, part.rows[0] * width, part.rows[1] * width)
+        first, last = part.cols
+        return drawn.view(-1, 2 * width)[:, 2 * first : 2 * last].contiguous()
 
     def state(self) -> list[Piece]:
         found = []

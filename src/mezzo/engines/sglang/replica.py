@@ -27,13 +27,13 @@ WITHOUT_JSON = ("/flush_cache",)
 class Replica:
     """Speaks to one URL. What fails before the run begins is the user's to mend; later, the run has failed."""
 
-    def __init__(self, url: str, model: str, adapter: Adapter | None, loader: str = "") -> None:
+    def __init__(self, url: str, model: str, adapter: Adapter | None, dtype: str = "float32", loader: str = "") -> None:
         self.url = url.rstrip("/")
         self.begun = False
-        self.command = _command(url, model, adapter, loader)
+        self.command = _command(url, model, adapter, dtype, loader)
         self.info = self._recognised()
         if adapter is not None:
-            self._refuse_unfit(adapter, loader)
+            self._refuse_unfit(adapter, dtype, loader)
         self.version = ""
         """SGLang's `weight_version` while this run is served: whoever restarts the server or moves its weights changes it."""
 
@@ -120,7 +120,7 @@ class Replica:
             f"Start SGLang on a free one: {self.command}"
         )
 
-    def _refuse_unfit(self, adapter: Adapter, loader: str) -> None:
+    def _refuse_unfit(self, adapter: Adapter, dtype: str, loader: str) -> None:
         info = self.info
         if not info.get("enable_lora"):
             raise ConfigError(f"the server at {self.url} runs without LoRA. Restart it with {self.command}")
@@ -140,6 +140,11 @@ class Replica:
             raise ConfigError(
                 f"the server at {self.url} cannot move its own weights, as --space matrices needs. Install mezzo beside it "
                 f"and restart it with {self.command}; or use --space lora"
+            )
+        if loader and info.get("dtype") != dtype:
+            raise ConfigError(
+                f"the server at {self.url} holds its weights as {info.get('dtype')!r}, the run as {dtype!r}, and their updates "
+                f"would be rounded differently. Restart it with {self.command}"
             )
 
     def _post(self, path: str, body: Mapping[str, Any]) -> Any:
@@ -178,9 +183,10 @@ def _detail(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _command(url: str, model: str, adapter: Adapter | None, loader: str) -> str:
+def _command(url: str, model: str, adapter: Adapter | None, dtype: str, loader: str) -> str:
     port = url.rsplit(":", 1)[-1].strip("/")
-    command = f"python -m sglang.launch_server --model-path {model} --port {port if port.isdigit() else '30000'}"
+    port = port if port.isdigit() else "30000"
+    command = f"python -m sglang.launch_server --model-path {model} --port {port} --dtype {dtype}"
     if adapter is not None:
         targets = " ".join(adapter.targets)
         command += (

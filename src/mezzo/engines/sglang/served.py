@@ -99,7 +99,7 @@ class ServedMatrices:
     def state(self) -> dict[str, Array]:
         self.copy.replay(self.ahead)
         self.ahead = []
-        return {t.name: self.copy.value(t.name).numpy().copy() for t in self.trained}
+        return {t.name: self.copy.value(t.name).float().numpy().copy() for t in self.trained}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Array]) -> None:

@@ -16,7 +16,7 @@ from mezzo.engines.base import EngineSpec, Unit
 from mezzo.engines.hub import locate
 from mezzo.engines.liveness import check_alive
 from mezzo.engines.sglang import launch, requests
-from mezzo.engines.sglang.facts import SAMPLE, Facts, facts_of
+from mezzo.engines.sglang.facts import SAMPLE, Facts, facts_of, stored_as
 from mezzo.engines.sglang.forward import Count
 from mezzo.engines.sglang.loader import LOADER
 from mezzo.engines.sglang.pieces import digest_of, fitting
@@ -48,7 +48,8 @@ class ServerEngine:
         self.unit = Unit(rows=spec.rows, members=launch.MEMBERS)
         self.count = Count()
         in_place = spec.space.kind == "matrices"
-        self.replicas = [Replica(u, locate(spec.model), adapter, LOADER if in_place else "") for u in spec.urls]
+        path, loader = locate(spec.model), LOADER if in_place else ""
+        self.replicas = [Replica(url, path, adapter, spec.dtype, loader) for url in spec.urls]
         self._name, self._number = f"mezzo-{facts.base_digest[:12]}-{uuid.uuid4().hex[:8]}", 0
         self._pool = ThreadPoolExecutor(len(self.replicas))
         self.weights: ServedLora | ServedMatrices | ServedBase = ServedBase()
@@ -105,12 +106,13 @@ class ServerEngine:
         self.weights.load(fitting(self.trained, tensors))
 
     def digest(self) -> str:
-        return digest_of(self.state())
+        return digest_of(self.state(), stored_as(self.spec))
 
     def describe(self) -> dict[str, Any]:
         return {
             "engine": "sglang",
             "device": ", ".join(replica.url for replica in self.replicas),
+            "dtype": self.spec.dtype,
             "sglang": str(self.replicas[0].info["version"]),
             "tp": self.replicas[0].ranks,
             "parameters": self.facts.parameters,

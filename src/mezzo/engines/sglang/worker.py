@@ -57,13 +57,25 @@ class Worker:
             self.forward.flush()  # a failed forward must not leave SGLang's pools half full either
         return out, self.forward.count
 
-    def profile(self, work: str, values: Mapping[str, Any]) -> str:
-        """Where the time of another function goes, as a table; a GPU is waited for, so that launches and work show apart."""
-        profile = cProfile.Profile()
+    def score_base(self, batch: Batch, rows: int) -> Scores:
+        """The model as it came, under no adapter: what a bare scoring call costs."""
+        held, self.weights = self.weights, None
+        try:
+            return self.score(batch, (Probe(),), rows, 1)[0]
+        finally:
+            self.weights = held
+
+    def profile(self, work: str, values: Mapping[str, Any], kernels: bool = False) -> str:
+        """Where the time of another function goes: on the host, or in the device's kernels."""
+        if kernels:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+                self.work(work, values)
+            return str(found.key_averages().table(sort_by="cuda_time_total", row_limit=40))
+        profile, text = cProfile.Profile(), io.StringIO()
         profile.runcall(self.work, work, values)
-        table = io.StringIO()
-        pstats.Stats(profile, stream=table).sort_stats("cumtime").print_stats(90)
-        return table.getvalue()
+        for order in ("cumtime", "tottime"):
+            pstats.Stats(profile, stream=text).sort_stats(order).print_stats(80)
+        return text.getvalue()
 
     def residents(self) -> list[str]:
         """Names of the adapters in SGLang's pool."""
@@ -106,5 +118,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "load": Worker.load,
     "idle": Worker.idle,
     "residents": Worker.residents,
+    "score_base": Worker.score_base,
     "profile": Worker.profile,
 }
