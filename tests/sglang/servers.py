@@ -28,7 +28,7 @@ class Server:
         self,
         model: str,
         log: Path,
-        rank: int = 4,
+        rank: int = 8,
         targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
         tp: int = 1,
         more: tuple[str, ...] = (),
