@@ -103,11 +103,11 @@ def _same_run(a, b):
 
 
 def test_a_lost_server_stops_the_run_which_resumes_on_another(servers, data, tmp_path):
-    """The first server is killed in the middle; what the second finishes equals a run that was never interrupted."""
+    """Two replicas give the run of one. The first is killed in the middle of another run; what the second finishes equals
+    one that was never interrupted."""
     whole = api.finetune(MODEL, train=data, dev=data, engine="torch", out=tmp_path / "whole", **OPTIONS)
-    served = api.finetune(
-        MODEL, train=data, dev=data, engine="sglang", url=(servers[1].url,), out=tmp_path / "served", **OPTIONS
-    )
+    both = tuple(server.url for server in servers)
+    served = api.finetune(MODEL, train=data, dev=data, engine="sglang", url=both, out=tmp_path / "served", **OPTIONS)
     assert served.accuracy == whole.accuracy
     _same_run(_journal(tmp_path / "served"), _journal(tmp_path / "whole"))
 
