@@ -65,7 +65,9 @@ def test_only_an_unbroken_row_of_them_ends_a_run(options):
 
     def objective(scores: Any, batch: Any) -> Any:
         call = next(calls)
-        return np.full(2, math.inf) if (call % SKIPS and call < 2 * SKIPS) or call >= 3 * SKIPS else np.array([0.0, 1.0])
+        return (
+            np.full(2, math.inf) if (call % SKIPS and call < 2 * SKIPS) or call >= 3 * SKIPS else np.array([0.0, 1.0])
+        )
 
     with pytest.raises(RunFailed, match=f"not a number for {SKIPS} steps in a row") as caught:
         api.finetune(**{**options, "steps": 200}, objective=objective)
