@@ -13,7 +13,6 @@ from mezzo import api
 from mezzo.engines.base import Unit
 from mezzo.engines.torch import flat
 from mezzo.engines.torch.engine import TorchEngine
-from mezzo.engines.torch.fused import Fused
 from mezzo.space import Space
 from mezzo.types import Probe, Update
 from tests.conftest import make_batch, make_llama, make_roberta
@@ -55,7 +54,7 @@ def test_weights_after_updates_are_those_of_a_cpu(space, kind, dtype, small, mon
         engine = TorchEngine(make_roberta().to(dtype), space, noise_kind=kind, device=device)
         engine.apply(updates(20))
         digests.append(engine.digest())
-    assert isinstance(engine.population.work, Fused)
+    assert type(engine.population.work).__name__ == "Fused"
     assert digests[0] == digests[1] != TorchEngine(make_roberta().to(dtype), space).digest()
 
 
