@@ -75,9 +75,10 @@ class TorchEngine:
         self.population = Population(
             self._tensors(seed, stored), NoiseSource(noise_kind, self.device), self._partners(seed), compute
         )
+        # Before the trained tensors take their places: no plain forward runs on a CPU once weights are of sixteen bits.
+        self.trunk = trunk.find(model, self._moving(), self._tiny_inputs(), int(cache_mb * trunk.MIB))
         self._adopt()
         layers.attach(self.model, self.population, space.scaling)
-        self.trunk = trunk.find(model, self._moving(), self._tiny_inputs(), int(cache_mb * trunk.MIB))
         prefix.attach(self.model, self.population, self.stated.get)
         for body in catalog.trunks(self.model):
             body.register_forward_hook(self._keep_readout_positions)
