@@ -30,7 +30,7 @@ def run(tmp_path_factory):
     assert done.returncode == 0, done.stderr[-3000:]
     out = folder / "runs" / "sglang-lora"
     (result,) = [entry for entry in Folder.open(out).metrics() if entry["event"] == "result"]
-    return Run(**{name: result[name] for name in Run.__slots__})
+    return Run(**{**{name: result[name] for name in Run.__slots__}, "out": str(out)})
 
 
 def test_both_engines_follow_the_same_journal(run):
