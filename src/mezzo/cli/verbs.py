@@ -50,7 +50,6 @@ def _train(options: Namespace) -> Any:
         print(run, file=sys.stderr)
     else:
         show_summary(run)
-        print(f"{'report':<22} mezzo report {run.out}")
     return run.to_dict(), (130 if run.stopped == "interrupted" else 0)
 
 
