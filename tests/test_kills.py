@@ -13,7 +13,7 @@ from mezzo.journal import read
 from mezzo.space import SPACES
 from tests.processes import kill_after, start, wait_for
 
-STEPS = 90
+STEPS = 150
 EVERY = [(space, "float32") for space in (*SPACES, "*attention*")]
 EVERY += [(space, dtype) for space in SPACES for dtype in CHOICES["dtype"] if dtype != "float32"]
 

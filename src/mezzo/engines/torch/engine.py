@@ -72,6 +72,7 @@ class TorchEngine:
         self._prefixes = self._prefix_starts(prefix_ids, seed) if space.kind == "prefix" else {}
         self.trained: tuple[Trained, ...] = select(space, self.catalogue)
         self.transposed = {t.name for t in self.catalogue if t.transposed}
+        self.trunk = trunk.find(model, self._moving(), self._tiny_inputs(), int(cache_mb * trunk.MIB))
         self.population = Population(
             self._tensors(seed, stored), NoiseSource(noise_kind, self.device), self._partners(seed), compute
         )
@@ -313,7 +314,7 @@ class TorchEngine:
     def _moving(self) -> set[nn.Module]:
         """The modules whose outcome training changes: owners of trained tensors, tied ones included, and LoRA's targets."""
         names = catalog.canonical_names(self.model)
-        trained = self.population.trained
+        trained = {t.name for t in self.trained}
         found = {module for _, module, _, parameter in catalog.owners(self.model) if names[id(parameter)] in trained}
         for path, module in self.model.named_modules():
             if any(name in trained for name in (*lora_names(f"{path}.weight"), *prefix_names(path))):
