@@ -72,7 +72,6 @@ class TorchEngine:
         self._prefixes = self._prefix_starts(prefix_ids, seed) if space.kind == "prefix" else {}
         self.trained: tuple[Trained, ...] = select(space, self.catalogue)
         self.transposed = {t.name for t in self.catalogue if t.transposed}
-        self.trunk = trunk.find(model, self._moving(), self._tiny_inputs(), int(cache_mb * trunk.MIB))
         self.population = Population(
             self._tensors(seed, stored), NoiseSource(noise_kind, self.device), self._partners(seed), compute
         )
