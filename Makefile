@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-sglang check lint types layers clean
+.PHONY: demo test test-sglang docs check lint types layers clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/mezzo train
@@ -15,6 +15,10 @@ test: $(VENV)/.installed-dev
 test-sglang:
 	PYTHON=$(PYTHON) scripts/sglang_env/build.sh .venv-sglang
 	.venv-sglang/bin/python -m pytest tests/sglang
+
+# The documentation as a site, in site/.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 
 check: lint types layers
 
@@ -39,5 +43,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

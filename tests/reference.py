@@ -50,7 +50,7 @@ def plain_scores(model: torch.nn.Module, batch: Batch) -> np.ndarray:
     """scores[B, C] of an ordinary model: full logits, one example at a time."""
     out = []
     for prompt in batch.prompts:
-        logits = model(input_ids=torch.tensor([prompt.ids])).logits[0]
+        logits = model(input_ids=torch.tensor([prompt.ids], device=model.device)).logits[0].float().cpu()
         if batch.readout.kind == "words":
             at = logits[prompt.position]
             at = at.log_softmax(-1) if batch.readout.vocabulary else at

@@ -24,6 +24,7 @@ from mezzo.starting import RESUMABLE
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 DATA = ROOT / "src" / "mezzo" / "bundled" / "data"
 FENCE = re.compile(r"^(?P<mark>(?:<!-- not run.*-->\n+)?)```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 
@@ -112,6 +113,22 @@ def test_an_example_runs(example, tmp_path):
     assert "Traceback" not in complaints
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+def test_a_notebook_runs_and_is_kept_without_outputs(notebook, tmp_path):
+    content = json.loads(notebook.read_text(encoding="utf-8"))
+    assert (content["nbformat"], content["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in content["cells"]}) == len(content["cells"])
+    cells = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
+    assert cells
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+    plan = tmp_path / "plan.json"
+    blocks = [("python", 0, "".join(cell["source"])) for cell in cells]
+    plan.write_text(json.dumps([str(notebook.relative_to(ROOT)), blocks]))
+    code, printed, complaints = run([sys.executable, "-c", DRIVER, str(plan)], tmp_path)
+    assert code == 0, f"{printed}\n{complaints}"
+
+
 # --- what pages say of the code
 
 
@@ -163,7 +180,7 @@ def options_of(parser: Any) -> set[str]:
     return {name for verb in (parser, *verbs) for action in verb._actions for name in action.option_strings}
 
 
-ELSEWHERE = {"--local-dir", "--editable", "--constraint", "--fix", "--quiet"}
+ELSEWHERE = {"--local-dir", "--editable", "--constraint", "--fix", "--quiet", "--logdir"}
 """Options of other programs that pages mention."""
 
 
@@ -194,6 +211,23 @@ def test_the_tables_of_defaults_and_of_what_may_change_are_complete():
     journal = (ROOT / "docs" / "journal.md").read_text(encoding="utf-8")
     named = re.findall(r"`(\w+)`", journal[journal.index("may change:") : journal.index("A changed")])
     assert sorted(named) == sorted(RESUMABLE)
+
+
+def test_every_page_is_in_the_navigation_once():
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"^  - [^:#]+: (\S+\.md)$", settings[settings.index("nav:") :], re.M)
+    assert sorted(listed) == sorted(page.name for page in PAGES if page.parent.name == "docs")
+
+
+def test_the_figures_are_those_of_their_script():
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "scripts" / "figures.py")
+    assert spec and spec.loader
+    figures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(figures)
+    drawn = {f"{name}.svg": str(make()) for name, make in figures.FIGURES.items()}
+    assert drawn == {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "figures").iterdir()}
+    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert all(f"](figures/{name})" in pages for name in drawn)
 
 
 def test_the_layers_of_the_design_page_are_those_of_the_contract():

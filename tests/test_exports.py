@@ -56,7 +56,6 @@ def test_the_card_has_the_runs_numbers_and_its_code_loads(run, tmp_path, capfd):
     at_zero = tmp_path / "zero"
     mezzo.export(run.out, "adapter", at_zero, at=0)
     assert "after 0 steps" in (at_zero / "README.md").read_text()
-    assert "final" not in (at_zero / "README.md").read_text()
 
 
 def test_a_strangers_journal_and_the_base_model_give_the_model(run, tmp_path, monkeypatch, capsys):
@@ -103,14 +102,11 @@ def test_a_bundled_models_settings_go_with_its_merged_model(tmp_path, capsys):
 
 def test_a_runs_config_json_reproduces_it(tiny_folder, tiny_data, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = {
-        "columns": ["text"],
-        "template": "{text} All in all it was [MASK].",
-        "words": {"negative": "terrible", "positive": "great"},
-    }
+    words = {"negative": "terrible", "positive": "great"}
+    task = {"columns": ["text"], "template": "{text} All in all it was [MASK].", "words": words}
     rows = [json.loads(line) for line in Path(tiny_data).read_text().splitlines()]
     first = mezzo.finetune(
-        tiny_folder, task=words, train=rows, dev=rows, steps=4, batch_size=4, threads=1, out="first/run", seed=5
+        tiny_folder, task=task, train=rows, dev=rows, steps=4, batch_size=4, threads=1, out="first/run", seed=5
     )
     assert main(["train", "--config", "first/run/config.json", "--json"]) == 0
     again = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -31,7 +31,7 @@ def card(kind: str, header: Mapping[str, Any], events: Sequence[Mapping[str, Any
         *_method(config, header),
         "",
         "## Load it",
-        _loading(kind, str(config["model"]), str(header["family"]), bool(header.get("classes"))),
+        _loading(kind, config, str(header["family"]), bool(header.get("classes"))),
         "",
         "The prompt is part of the model: it was trained with the template",
         *(f"    {line}" for line in ("", *str(task["template"]).splitlines(), "")),
@@ -90,7 +90,8 @@ def _method(config: Mapping[str, Any], header: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _loading(kind: str, model: str, family: str, head: bool) -> str:
+def _loading(kind: str, config: Mapping[str, Any], family: str, head: bool) -> str:
+    model = str(config["model"])
     auto = "AutoModelForSequenceClassification" if head else AUTO[family]
     if kind == "model":
         return f"""```python
@@ -106,7 +107,7 @@ tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")
 {found}from peft import PeftModel
 from transformers import {auto}
 
-base = {auto}.from_pretrained({base}, dtype="float32")
+base = {auto}.from_pretrained({base}, dtype="{config.get("dtype", "float32")}")
 model = PeftModel.from_pretrained(base, "THIS FOLDER")
 ```"""
 

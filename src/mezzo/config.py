@@ -239,9 +239,44 @@ def _put(flat: dict[str, Any], name: str, value: Any, shown: str, group: str | N
     name = name.replace("-", "_")
     if name not in known or (group is not None and known[name] != group):
         choices = known if group is None else [n for n, g in known.items() if g == group]
-        hint = nearest(name, choices) or nearest(name, known)
-        raise ConfigError(f"unknown {source} {shown!r}{hint}")
+        hint = "" if name in ELSEWHERE else nearest(name, choices)
+        raise ConfigError(f"unknown {source} {shown!r}{hint or nearest_option(name)}")
     flat[name] = convert(name, value)
+
+
+def nearest_option(word: str) -> str:
+    """`; did you mean 'lr'?` for a misspelt name, and for what other programs call the same option."""
+    name = word.replace("-", "_")
+    return f"; did you mean {ELSEWHERE[name]!r}?" if name in ELSEWHERE else nearest(name, [f.name for f in options()])
+
+
+ELSEWHERE = {
+    "learning_rate": "lr",
+    "epsilon": "eps",
+    "zo_eps": "eps",
+    "max_steps": "steps",
+    "num_steps": "steps",
+    "epochs": "steps",
+    "num_train_epochs": "steps",
+    "per_device_train_batch_size": "batch_size",
+    "lr_scheduler_type": "schedule",
+    "model_path": "model",
+    "model_name_or_path": "model",
+    "task_name": "task",
+    "train_file": "train",
+    "train_dataset": "train",
+    "validation_file": "dev",
+    "eval_dataset": "test",
+    "num_k": "k",
+    "max_seq_length": "max_length",
+    "lora_r": "rank",
+    "lora_alpha": "alpha",
+    "target_modules": "targets",
+    "output_dir": "out",
+    "eval_steps": "eval_every",
+    "report_to": "track",
+}
+"""What others call our options."""
 
 
 def _checked(config: RunConfig) -> RunConfig:

@@ -71,7 +71,7 @@ def _from_snapshot(engine: Engine, at: int, marks: Mapping[int, str], snapshots:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Verified:
     """What `mezzo verify` found: the digest of the rebuilt weights against the recorded one."""
 
@@ -83,6 +83,15 @@ class Verified:
     @property
     def ok(self) -> bool:
         return self.digest == self.recorded
+
+    def __str__(self) -> str:
+        torn = f" ({self.torn} torn bytes at the end are ignored)" if self.torn else ""
+        if self.ok:
+            return f"ok: {self.steps} steps rebuild to {self.digest[:16]}, as recorded{torn}"
+        return f"MISMATCH at step {self.steps}: rebuilt {self.digest[:16]}, recorded {self.recorded[:16]}{torn}"
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
 
 
 def verify(engine: Engine, content: Content) -> Verified:

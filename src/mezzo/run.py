@@ -85,7 +85,8 @@ class Run:
             rows.append(("workers", _workers_row(self.workers)))
         rows += [("memory", f"{self.memory_mib:,} MiB at most")] if self.memory_mib else []
         rows.append(("digest", self.digest[:16]))
-        return [*rows, ("verdict", self.verdict)] if self.verdict else rows
+        rows += [("verdict", self.verdict)] if self.verdict else []
+        return [*rows, ("report", f"mezzo report {self.out}")]
 
     def _repr_html_(self) -> str:
         """As a notebook shows it."""

@@ -30,7 +30,7 @@ LOOK_AT, STILL = 50, 1e-3
 """After this many steps, an expected movement of the weights below this share of their size is warned about."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Session:
     """Made by `mezzo.starting`; iterate `records()`, then ask `result()`."""
 
@@ -47,13 +47,30 @@ class Session:
     zero_shot: Evaluation | None = None
     _slopes: list[float] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        space, steps = self.parts.config.space, self.trainer.limits.steps
+        return f"<session {self.folder.path}: {self.parts.task.name}, {space}, step {self.trainer.step} of {steps}>"
+
     # ---- before the first step
 
     def begin(self, train: int) -> None:
         """Say what is about to happen and, at the start of a run, what the model can do as it came."""
         self._announce(train)
+        self._say_what_may_surprise(train)
         if self.zero_shot is None:
             self._evaluate_zero_shot()
+
+    def _say_what_may_surprise(self, train: int) -> None:
+        size, start, steps = self.parts.config.batch_size or 0, self.trainer.start, self.trainer.limits.steps
+        if size > train and not start:
+            text = f"--batch-size {size} is more than the {train} training examples: every step sees all of them"
+            self.observe.warn(0, text)
+        if start >= steps:
+            text = (
+                f"this run has finished: its {start} steps are done. Train on with --resume {self.folder.path} "
+                f"--steps N, N more than {start}"
+            )
+            self.observe.warn(start, text)
 
     def note_command(self, words: list[str]) -> None:
         """What a person typed, for the report."""

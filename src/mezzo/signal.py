@@ -40,7 +40,7 @@ class Row:
     slopes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Signal:
     """The comparison, and what follows from it."""
 
@@ -71,6 +71,8 @@ class Signal:
             for r in self.rows
         ]
         return "\n".join([head, *lines, "", self.recommendation])
+
+    __repr__ = __str__
 
 
 def measure(options: Mapping[str, Any], directions: int = 16, batches: int = 8, objectives: str = "") -> Signal:

@@ -43,7 +43,8 @@ def new(config: RunConfig, observe: Observer, objective: Objective | None = None
     config = config.replace(objective=_named(objective)) if objective else config
     parts, splits = _prepared(config, task)
     if _was_begun(parts.config):
-        again = {"remote_code": config.remote_code} | ({} if objective else {"objective": config.objective})
+        changes = {name: value for name in RESUMABLE if (value := getattr(config, name)) is not None}
+        again = changes | ({} if objective else {"objective": config.objective})
         return resume(str(config.out), observe, again, objective)
     train = parts.encode(splits.train)
     method = _method(parts.config, objective)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mezzo import noise
+from mezzo.engines.torch import noise as torch_noise
 from mezzo.engines.torch.noise import NoiseSource
 
 KNOWN_WORDS = ["0x77e198359216f7f8", "0x35525fc4d1252dbd", "0x1dbce9aff6a2075e", "0x87cece0b0f6b92f2"]
@@ -84,9 +85,11 @@ def test_step_seeds_are_distinct(run, step, sample):
     assert seed != noise.step_seed(run + 1, step, sample)
 
 
+@pytest.mark.parametrize("longest", [2**20, 0], ids=["remembered", "in parts"])
 @pytest.mark.parametrize("kind", noise.KINDS)
 @pytest.mark.parametrize("shape", [(7, 5), (16, 64), (33, 24)])
-def test_torch_noise_is_the_same_function(kind, shape):
+def test_torch_noise_is_the_same_function(kind, shape, longest, monkeypatch):
+    monkeypatch.setattr(torch_noise, "WHOLE_BYTES", longest)
     source = NoiseSource(kind, torch.device("cpu"))
     count = shape[0] * shape[1]
     whole = noise.dense(kind, 9, "w", 0, count)

@@ -19,6 +19,7 @@ from mezzo.engines import ENGINES
 from mezzo.errors import ConfigError, JournalError, RunFailed
 from mezzo.journal import read
 from mezzo.run import Folder
+from tests.parallel.below import family, gone, listening, workers_of
 from tests.parallel.faulty import FACTORY, plant
 from tests.processes import start, wait_for
 
@@ -183,47 +184,6 @@ def test_workers_can_be_added_and_sent_home_during_a_run(base, alone, tmp_path):
 # ---- kill -9
 
 
-def family(pid: int) -> list[int]:
-    """All processes below one, by /proc."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-    found, layer = [], [pid]
-    while layer:
-        layer = [child for child, parent in parents.items() if parent in layer]
-        found += layer
-    return found
-
-
-def workers_of(pid: int) -> list[int]:
-    """Workers are the children of the nursery, which is a child of the driver."""
-    return [p for p in family(pid) if p not in family_heads(pid)]
-
-
-def family_heads(pid: int) -> set[int]:
-    return {int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
-
-
-def gone(pids: list[int], seconds: float = 30) -> bool:
-    ends = time.monotonic() + seconds
-    while time.monotonic() < ends:
-        if not any(alive(pid) for pid in pids):
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.mark.slow
 def test_workers_killed_again_and_again_and_the_driver_twice(base, tmp_path):
     long = {**base, "steps": 400, "eval_every": 100}
@@ -275,22 +235,3 @@ def test_nothing_listens(base, tmp_path):
         assert not listening([os.getpid(), *family(os.getpid())])
     finally:
         session.close()
-
-
-def listening(pids: list[int]) -> list[str]:
-    """Local addresses of the TCP sockets on which these processes listen, as the kernel writes them."""
-    inodes = set()
-    for pid in pids:
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                name = os.readlink(descriptor)
-            except OSError:
-                continue
-            inodes |= {name[8:-1]} if name.startswith("socket:[") else set()
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                found.append(fields[1])
-    return found

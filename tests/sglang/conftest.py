@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Iterator
 from typing import Any
@@ -35,9 +36,7 @@ def both(spec: EngineSpec) -> Iterator[tuple[Any, Any]]:
     """The SGLang engine and the torch engine it must agree with, moved off their start by the same updates."""
     ours, reference = (
         open_engine("sglang", spec),
-        open_engine(
-            "torch", EngineSpec(spec.model, spec.family, spec.space, rows=spec.rows, seed=spec.seed, threads=1)
-        ),
+        open_engine("torch", dataclasses.replace(spec, tp=1)),
     )
     try:
         for engine in (ours, reference):

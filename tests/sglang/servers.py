@@ -25,13 +25,20 @@ class Server:
     """One `sglang.launch_server`; `ready()` waits for it, `kill()` ends it and what it started."""
 
     def __init__(
-        self, model: str, log: Path, rank: int = 4, targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+        self,
+        model: str,
+        log: Path,
+        rank: int = 8,
+        targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
+        tp: int = 1,
+        more: tuple[str, ...] = (),
     ) -> None:
         self.port, self.log = free_port(), log
         self.url = f"http://127.0.0.1:{self.port}"
         options = {
             "--model-path": locate(model),
             "--port": str(self.port),
+            "--tp-size": str(tp),
             "--dtype": "float32",
             "--device": "cpu",
             "--attention-backend": "torch_native",
@@ -54,11 +61,20 @@ class Server:
         words = [word for pair in options.items() for word in pair]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "sglang.launch_server", *words, *flags, "--lora-target-modules", *targets],
+                [
+                    sys.executable,
+                    "-m",
+                    "sglang.launch_server",
+                    *words,
+                    *flags,
+                    "--lora-target-modules",
+                    *targets,
+                    *more,
+                ],
                 env={
                     **os.environ,
                     "SGLANG_USE_CPU_ENGINE": "1",
-                    "SGLANG_CPU_OMP_THREADS_BIND": "0",
+                    "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(tp)),
                     "PYTHONWARNINGS": "ignore",
                 },
                 stdout=output,

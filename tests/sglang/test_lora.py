@@ -181,6 +181,19 @@ def test_generated_tokens_equal_the_torch_engine(engines):
         assert a[:stop] == b[:stop]
 
 
+def test_the_plugin_adds_one_method_and_changes_nothing_else(engines):
+    """Loaded by SGLang wherever mezzo is installed, it must be inert there."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    from mezzo.engines.sglang.channel import METHOD
+    from mezzo.engines.sglang.plugin import register
+
+    before = {name: value for name, value in vars(Scheduler).items() if name != METHOD}
+    register()
+    assert vars(Scheduler).keys() == before.keys() | {METHOD}
+    assert all(vars(Scheduler)[name] is value for name, value in before.items())
+
+
 def test_the_engine_describes_itself(engines):
     found = engines[0].describe()
     json.dumps(found)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from mezzo.engines.sglang.matrices import Matrices, Piece
 from mezzo.engines.sglang.pieces import assembled
 from mezzo.engines.sglang.rows import SHARED, common_prefix, rows_of, shared_prompts
 from mezzo.engines.sglang.shards import parts_of
 from mezzo.engines.sglang.support import module_of, served
 from mezzo.engines.sglang.versions import check_version
-from mezzo.engines.sglang.weights import Piece
+from mezzo.engines.torch.noise import NoiseSource
+from mezzo.engines.torch.population import Population
 from mezzo.errors import ConfigError, ModelError
-from mezzo.types import Batch, Prompt, Readout, Trained
+from mezzo.types import Batch, Prompt, Readout, Trained, Update
 
 # Layers as SGLang describes them to its workers: sizes and a rank, under the names of their classes.
 
@@ -128,3 +131,48 @@ def test_other_versions_are_refused_with_the_remedy(version):
 def test_supported_versions():
     assert check_version("0.5.23") == "0.5.23"
     assert check_version("0.5.17.post1") == "0.5.17.post1"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_shares_of_a_fused_weight_move_as_the_whole_does(dtype, ranks):
+    """Updated part by part on every rank, rounding included, the fused weights are those of whole tensors bit for bit."""
+    heads, kv_heads, size, inner = 8, 2, 4, 16
+    shapes = {
+        "q_proj": (32, 32),
+        "k_proj": (8, 32),
+        "v_proj": (8, 32),
+        "gate_proj": (inner, 32),
+        "up_proj": (inner, 32),
+    }
+    shapes |= {"down_proj": (32, inner)}
+    trained = [Trained(f"m.{name}.weight", shape, "matrix", 2) for name, shape in shapes.items()]
+    torch.manual_seed(0)
+    whole = {t.name: torch.randn(t.shape).to(dtype) for t in trained}
+    updates = [Update(((3, 2**-10), (9, -(2**-9))), keep=1 - 2**-8), Update(((4, 2**-8),))]
+
+    reference = Population(
+        [(t, whole[t.name].clone()) for t in trained], NoiseSource("rademacher", torch.device("cpu"))
+    )
+    reference.replay(updates)
+    for rank in range(ranks):
+        layers = {
+            "m.qkv_proj": QKVParallelLinear(rank, ranks, heads, kv_heads, size),
+            "m.gate_up_proj": MergedColumnParallelLinear(rank, ranks, inner, 32),
+            "m.down_proj": RowParallelLinear(rank, ranks, inner, 32),
+        }
+        places = {}
+        for path, layer in layers.items():
+            parts = list(parts_of(path, layer))
+            shares = [whole[f"{p.module}.weight"][slice(*p.rows), slice(*p.cols)] for p in parts]
+            layer.weight = torch.nn.Parameter(torch.cat(shares).contiguous(), requires_grad=False)
+            places |= {f"{part.module}.weight": (part, layer) for part in parts}
+        matrices = Matrices(trained, places, NoiseSource("rademacher", torch.device("cpu")))
+        for update in updates:
+            matrices.apply(update)
+        for each in trained:
+            part = places[each.name][0]
+            expected = reference.value(each.name)[slice(*part.rows), slice(*part.cols)]
+            assert matrices.view(each).dtype == dtype
+            assert torch.equal(matrices.view(each), expected), each.name
+            assert not torch.equal(matrices.view(each), whole[each.name][slice(*part.rows), slice(*part.cols)])

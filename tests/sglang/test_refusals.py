@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from mezzo import api
+from mezzo.engines import open_engine
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.sglang.facts import facts_of
 from mezzo.engines.sglang.launch import adapter_of
+from mezzo.engines.sglang.loader import LOADER
 from mezzo.engines.sglang.replica import Replica
 from mezzo.engines.sglang.server import ServerEngine
-from mezzo.errors import ConfigError, SpaceError
+from mezzo.errors import ConfigError, ModelError, SpaceError
 from mezzo.space import Space
 from tests.sglang.conftest import spec_of
 from tests.sglang.servers import free_port
@@ -67,6 +69,12 @@ def test_options_of_sglang_without_sglang_are_refused():
         api.resolve({"tp": 2})
     with pytest.raises(ConfigError, match="--engine sglang"):
         api.resolve({"url": "http://localhost:30000"})
+
+
+@pytest.mark.sglang
+def test_sixteen_bits_on_a_cpu_are_refused():
+    with pytest.raises(ConfigError, match="leave out --dtype bfloat16"):
+        open_engine("sglang", spec_of(Space("lora"), dtype="bfloat16", device="cpu"))
 
 
 @pytest.mark.sglang
@@ -130,6 +138,8 @@ FIT = {
     "max_lora_rank": 8,
     "lora_target_modules": ["q_proj", "k_proj", "v_proj"],
     "max_loras_per_batch": 4,
+    "dtype": "float32",
+    "custom_weight_loader": [LOADER],
 }
 UNFIT = {
     "no LoRA": ({"enable_lora": None}, "without LoRA.*--enable-lora"),
@@ -137,6 +147,8 @@ UNFIT = {
     "rank": ({"max_lora_rank": 2}, "rank 2.*--max-lora-rank 8"),
     "targets": ({"lora_target_modules": ["o_proj"]}, "no adapters on k_proj, q_proj, v_proj"),
     "one adapter": ({"max_loras_per_batch": 1}, "two are needed"),
+    "no loader": ({"custom_weight_loader": []}, f"--custom-weight-loader {LOADER}"),
+    "dtype": ({"dtype": "auto"}, "'auto'.*--dtype float32"),
 }
 
 
@@ -150,12 +162,15 @@ def adapter():
 def test_an_unfit_server_is_refused(adapter, case):
     changes, message = UNFIT[case]
     with answering(json.dumps({**FIT, **changes}).encode()) as url, pytest.raises(ConfigError, match=message):
-        Replica(url, "m", adapter)
+        Replica(url, "m", adapter, loader=LOADER)
 
 
 def test_a_fit_server_is_taken(adapter):
     with answering(json.dumps(FIT).encode()) as url:
-        assert Replica(url, "m", adapter).ranks == 1
+        assert Replica(url, "m", adapter, loader=LOADER).ranks == 1
+    changes = {"custom_weight_loader": [], "dtype": "auto"}
+    with answering(json.dumps({**FIT, **changes}).encode()) as url:
+        assert Replica(url, "m", adapter).ranks == 1, "LoRA moves no weight of the server"
 
 
 def test_a_port_taken_by_another_program_is_refused(adapter):
@@ -172,7 +187,7 @@ def test_no_server_and_no_url(adapter):
 
 
 def test_what_servers_cannot_do_is_refused():
-    with pytest.raises(SpaceError, match="--space lora"):
-        ServerEngine(spec_of(Space("matrices", noise_rank=4), urls=("http://127.0.0.1:1",)))
+    with pytest.raises(ModelError, match="leave --url out"):
+        ServerEngine(EngineSpec("mezzo/roberta-mini", "masked", Space("lora"), rows=4, urls=("http://127.0.0.1:1",)))
     with pytest.raises(ConfigError, match="server's own option"):
         ServerEngine(spec_of(Space("lora"), urls=("http://127.0.0.1:1",), tp=2))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from mezzo import api
 from mezzo.engines import open_engine
 from mezzo.errors import RunFailed
+from mezzo.run import Folder
 from mezzo.space import Space
 from mezzo.types import Probe
 from tests.conftest import SENTENCES
@@ -20,6 +24,7 @@ from tests.sglang.servers import Server
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 LORA = Space("lora", rank=4, alpha=8)
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +103,11 @@ def _same_run(a, b):
 
 
 def test_a_lost_server_stops_the_run_which_resumes_on_another(servers, data, tmp_path):
-    """The first server is killed in the middle; what the second finishes equals a run that was never interrupted."""
+    """Two replicas give the run of one. The first is killed in the middle of another run; what the second finishes equals
+    one that was never interrupted."""
     whole = api.finetune(MODEL, train=data, dev=data, engine="torch", out=tmp_path / "whole", **OPTIONS)
-    served = api.finetune(
-        MODEL, train=data, dev=data, engine="sglang", url=(servers[1].url,), out=tmp_path / "served", **OPTIONS
-    )
+    both = tuple(server.url for server in servers)
+    served = api.finetune(MODEL, train=data, dev=data, engine="sglang", url=both, out=tmp_path / "served", **OPTIONS)
     assert served.accuracy == whole.accuracy
     _same_run(_journal(tmp_path / "served"), _journal(tmp_path / "whole"))
 
@@ -121,6 +126,18 @@ def test_a_lost_server_stops_the_run_which_resumes_on_another(servers, data, tmp
     assert run.steps == OPTIONS["steps"]
     _same_run(_journal(tmp_path / "cut"), _journal(tmp_path / "whole"))
     assert api.verify(tmp_path / "cut").ok
+
+
+def test_the_example_trains_and_its_demonstrations_come_from_the_cache(servers, tmp_path):
+    """And the run's metrics say how many tokens, by SGLang's own count."""
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "sglang_server.py", servers[1].url], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    folder = Folder.open(tmp_path / "runs" / "sglang-server")
+    (line,) = [entry for entry in folder.metrics() if entry["event"] == "engine"]
+    assert line["cached_tokens"] > 2 * line["computed_tokens"] > 0
+    assert f"{line['cached_tokens']} tokens came from the prefix cache" in done.stdout
 
 
 def test_a_server_with_another_model_is_refused(servers, tmp_path):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from mezzo.estimators import Spsa
+from mezzo.objectives import get_objective
 from mezzo.space import Space
 from mezzo.types import Probe
-from tests.sglang.conftest import PAIR, both, candidates_batch, distance, spec_of, update, words_batch
+from tests.sglang.conftest import EPS, PAIR, both, candidates_batch, distance, spec_of, update, words_batch
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 # Projections that are split by rows (q, k, v, gate, up) and by columns (o, down).
@@ -32,6 +35,22 @@ def test_weights_stay_equal(engines):
     assert ours.digest() == reference.digest()
     assert distance(ours.score(words_batch(), PAIR), reference.score(words_batch(), PAIR)) < 1e-4
     assert ours.describe()["tp"] == 2
+
+
+def test_both_follow_the_same_journal(engines):
+    """Two hundred steps: at each, two ranks find the slope that one finds, and at the end the weights are the same bits."""
+    ours, reference = engines
+    estimator, objective = Spsa(1, EPS, 1), get_objective("cross_entropy")
+    slopes = []
+    for number in range(200):
+        batch, probes = words_batch(4, seed=number), estimator.ask(number)
+        found = [estimator.tell(probes, objective(e.score(batch, probes), batch))[0] for e in engines]
+        slopes.append([slope.value for slope in found])
+        for engine in engines:
+            engine.apply([update((found[0].seed, 1e-4 * found[0].value))])
+    theirs = np.array(slopes)[:, 1]
+    assert np.abs(np.array(slopes)[:, 0] - theirs).max() <= 1e-3 * np.sqrt(np.mean(theirs**2))
+    assert ours.digest() == reference.digest()
 
 
 def test_every_rank_holds_the_same_factors(engines):

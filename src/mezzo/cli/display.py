@@ -14,6 +14,10 @@ TONES = {"worked": "green", "unclear": "yellow", "not tested": "yellow"}
 """Colours of verdicts; all others are red."""
 
 
+WIDE = 105
+"""Columns of a terminal from which on there is room for a bar."""
+
+
 @contextlib.contextmanager
 def display(quiet: bool = False) -> Iterator[Observer]:
     """An observer of a run's events; the terminal is tidy again when the context ends."""
@@ -141,10 +145,11 @@ class _Plain:
 @contextlib.contextmanager
 def _live() -> Iterator[Observer]:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import BarColumn, Progress, TextColumn
 
     console = Console(stderr=True, highlight=False)
-    columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.fields[now]}", markup=False))
+    bar_if_wide = (BarColumn(bar_width=16),) if console.width >= WIDE else ()  # the figures say more than the bar
+    columns = (*bar_if_wide, TextColumn("{task.fields[now]}", markup=False))
     with Progress(*columns, console=console, transient=True) as bars:
         pace, dev = Pace(), ["…"]
         bar = bars.add_task("", total=None, now="loading")
@@ -157,7 +162,15 @@ def _live() -> Iterator[Observer]:
                 dev[0] = f"{values['value']:.1%}"
             if event == "step":
                 loss = "…" if pace.loss is None else f"{pace.loss:.4f}"
-                facts = (pace.speed, pace.left, f"loss {loss}", f"dev {dev[0]}", f"zero slopes {pace.zero_share}")
+                place = f"{pace.last}/{pace.total}"
+                facts = (
+                    place,
+                    pace.speed,
+                    pace.left,
+                    f"loss {loss}",
+                    f"dev {dev[0]}",
+                    f"zero slopes {pace.zero_share}",
+                )
                 bars.update(bar, completed=pace.last, now="  ".join(filter(None, (*facts, f"{pace.memory:,} MiB"))))
             if text := sentence(event, values):
                 console.print(text, markup=False, style="yellow" if event == "warning" else None)

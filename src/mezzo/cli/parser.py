@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn, TypeAlias
 
 from mezzo import __version__
-from mezzo.config import RunConfig, options
+from mezzo.config import ELSEWHERE, RunConfig, options
 from mezzo.errors import nearest
 
 GROUPS = {
@@ -66,7 +66,9 @@ class Parser(argparse.ArgumentParser):
         if "unrecognized arguments: " in message:
             word = message.rsplit(": ", 1)[1].split()[0]
             known = ["--" + option.name.replace("_", "-") for option in options()]
-            message = f"unknown option {word}{nearest(word, [*known, *self._option_string_actions])}"
+            other = ELSEWHERE.get(word.lstrip("-").replace("-", "_"))
+            hint = f"; did you mean '--{other.replace('_', '-')}'?" if other else nearest(word, known)
+            message = f"unknown option {word}{hint}"
         elif "invalid choice: " in message and "choose from" in message:
             word = message.split("invalid choice: ")[1].split(" (")[0].strip("'")
             choices = message.split("choose from ")[1].rstrip(")").replace("'", "").split(", ")

@@ -50,7 +50,6 @@ def _train(options: Namespace) -> Any:
         print(run, file=sys.stderr)
     else:
         show_summary(run)
-        print(f"{'report':<22} mezzo report {run.out}")
     return run.to_dict(), (130 if run.stopped == "interrupted" else 0)
 
 
@@ -87,14 +86,7 @@ def verify(options: Namespace) -> Any:
     from mezzo import api
 
     found = api.verify(options.run, options.model, options.device)
-    torn = f" ({found.torn} torn bytes at the end are ignored)" if found.torn else ""
-    if found.ok:
-        _show(options, f"ok: {found.steps} steps rebuild to {found.digest[:16]}, as recorded{torn}")
-    else:
-        _show(
-            options,
-            f"MISMATCH at step {found.steps}: rebuilt {found.digest[:16]}, recorded {found.recorded[:16]}{torn}",
-        )
+    _show(options, str(found))
     result = {
         "digest": found.digest,
         "recorded": found.recorded,

@@ -62,32 +62,24 @@ class Exchange:
         from mezzo.engines.torch.exchange import Ranks
 
         self.ranks = Ranks(backend)
-        self.service = Service()
-        self.number = int(os.environ.get("LOCAL_RANK", "0"))
+        self.service = Service(int(os.environ.get("LOCAL_RANK", "0")))
         self.whole = True
         Exchange.opened = self
 
     def serve(self) -> None:
         """The whole life of a rank other than 0."""
         while orders := unpacked(self.ranks.broadcast(None)):
-            reply, _ = self.service.reply(self._own(orders))
+            reply, _ = self.service.reply(orders[self.ranks.rank])
             self.ranks.gather(reply)
 
     def ask(self, orders: Sequence[bytes], seconds: float) -> list[bytes]:
         """Rank 0: everybody's reply to everybody's own order."""
         self.whole = False
         self.ranks.broadcast(packed(list(orders)))
-        reply, _ = self.service.reply(self._own(orders))
+        reply, _ = self.service.reply(orders[0])
         replies = self.ranks.gather(reply, seconds)
         self.whole = True
         return replies
-
-    def _own(self, orders: Sequence[bytes]) -> bytes:
-        data = orders[self.ranks.rank]
-        if self.service.worker is not None:
-            return data
-        post: Post = unpacked(data)
-        return packed(Post(post.factory, post.spec, self.number))
 
     def close(self) -> None:
         """Send the others home; where one of them is lost, torchrun does."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -54,7 +55,7 @@ class Actors:
         self.cpus, self.gpus = float(post.spec.threads or 1), _gpus(post)
         self.started = not ray.is_initialized()
         if self.started:
-            _start(address, int(self.cpus * (workers + 1)))
+            start(address, int(self.cpus * (workers + 1)))
 
     def hire(self) -> ActorLink:
         import ray
@@ -85,7 +86,7 @@ class Actors:
             ray.shutdown()
 
 
-def _start(address: str, cpus: int) -> None:
+def start(address: str, cpus: int) -> None:
     import logging
 
     import ray
@@ -101,6 +102,7 @@ def _start(address: str, cpus: int) -> None:
                 **quiet,
             )
         else:
+            _refuse_silence(address)
             ray.init(address=address, **quiet)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -113,6 +115,13 @@ def _start(address: str, cpus: int) -> None:
         raise ConfigError(
             f"Ray was imported before mezzo could confine it, and would listen on {listens}: set {LOOPBACK}=0 in the environment"
         )
+
+
+def _refuse_silence(address: str) -> None:
+    """One short try: Ray itself would ask an address where nobody is for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit() and "//" not in address:
+        socket.create_connection((host, int(port)), timeout=10).close()
 
 
 def _gpus(post: Post) -> float:

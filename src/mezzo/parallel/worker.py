@@ -93,9 +93,13 @@ def _placed(spec: EngineSpec, number: int) -> EngineSpec:
 
 
 class Service:
-    """A worker behind bytes: what is asked, and whatever goes wrong, comes back as one reply."""
+    """A worker behind bytes: what is asked, and whatever goes wrong, comes back as one reply.
 
-    def __init__(self) -> None:
+    `number` is its number on this machine, where it knows better than the driver.
+    """
+
+    def __init__(self, number: int | None = None) -> None:
+        self.number = number
         self.worker: Worker | None = None
 
     def reply(self, data: bytes) -> tuple[bytes, bool]:
@@ -104,7 +108,9 @@ class Service:
         try:
             asked = unpacked(data)
             if isinstance(asked, Post):
-                self.worker = Worker(asked)
+                self.close()
+                number = asked.number if self.number is None else self.number
+                self.worker = Worker(dataclasses.replace(asked, number=number))
                 value: Any = self.worker.facts()
             else:
                 assert self.worker is not None
@@ -120,6 +126,7 @@ class Service:
     def close(self) -> None:
         if self.worker is not None:
             self.worker.engine.close()
+            self.worker = None
 
 
 def serve(connection: Connection) -> None:

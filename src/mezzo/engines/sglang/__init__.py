@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from mezzo.engines.base import Engine, EngineSpec
-from mezzo.errors import ConfigError
 
 
 def open_engine(spec: EngineSpec) -> Engine:
     """SGLang with the model of `spec` at the base: servers where URLs are given, else started here."""
-    if spec.dtype != "float32":
-        raise ConfigError(
-            f"the sglang engine trains in float32 only: leave out --dtype {spec.dtype}, or use --engine torch"
-        )
     if spec.urls:
         from mezzo.engines.sglang.server import ServerEngine
 

@@ -15,14 +15,14 @@ from mezzo.engines.hub import load_config
 from mezzo.engines.liveness import check_alive
 from mezzo.engines.sglang import launch, requests
 from mezzo.engines.sglang.channel import Channel
-from mezzo.engines.sglang.facts import facts_of
+from mezzo.engines.sglang.facts import facts_of, stored_as
 from mezzo.engines.sglang.forward import Count
 from mezzo.engines.sglang.pieces import assembled, digest_of, fitting
 from mezzo.engines.sglang.rows import rows_of
 from mezzo.engines.sglang.support import refuse_space
 from mezzo.engines.sglang.versions import check_version
 from mezzo.engines.sglang.weights import Plan
-from mezzo.errors import ModelError
+from mezzo.errors import ConfigError, ModelError
 from mezzo.types import Batch, Probe, Scores, Update
 
 Array = npt.NDArray[np.generic]
@@ -109,7 +109,7 @@ class SGLangEngine:
         """Answers to requests at a probe, whose adapter is written first and whose cache is emptied before and after."""
         placed = self.channel.call("place", probes=(probe,))
         adapters = [self.adapters[0] if placed[0] else None] * len(body["input_ids"])
-        answers = self.engine.generate(**{**body, "lora_path": adapters})
+        answers = self.engine.generate(**body, lora_path=adapters)
         while not self.channel.call("idle"):  # the last request may still be on its way out
             time.sleep(0.005)
         launch.watch_workers()
@@ -122,12 +122,13 @@ class SGLangEngine:
         self.channel.call_all("load", tensors=fitting(self.trained, tensors))
 
     def digest(self) -> str:
-        return digest_of(self.state())
+        return digest_of(self.state(), stored_as(self.spec))
 
     def describe(self) -> dict[str, Any]:
         return {
             "engine": "sglang",
             "device": "cpu" if launch.on_cpu(self.spec.device) else "cuda",
+            "dtype": self.spec.dtype,
             "sglang": check_version(),
             "threads": self.spec.threads or os.cpu_count() or 1,
             "tp": self.spec.tp,
@@ -143,6 +144,10 @@ class SGLangEngine:
 
 
 def _refuse_model(spec: EngineSpec) -> None:
+    if spec.dtype != "float32" and launch.on_cpu(spec.device):
+        raise ConfigError(
+            f"on a CPU the sglang engine computes in float32: leave out --dtype {spec.dtype}, or use --engine torch"
+        )
     if spec.family == "masked":
         architectures = getattr(load_config(spec.model, spec.remote_code), "architectures", None) or ()
         if "RobertaForMaskedLM" not in architectures:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,7 +22,8 @@ SAMPLE = tuple(range(4, 12))
 @dataclass(frozen=True)
 class Facts:
     """`start` is the digest of the trained tensors as Hugging Face has them: SGLang's copies must equal it. `sample` are the
-    log-probabilities of the tokens SAMPLE after the prompt SAMPLE: by them a server's model is recognised."""
+    log-probabilities of the tokens SAMPLE after the prompt SAMPLE: by them a server's model is recognised. `values` are the
+    matrices that servers train in place."""
 
     base_digest: str
     parameters: int
@@ -29,6 +31,7 @@ class Facts:
     frozen: tuple[Trained, ...]
     start: str
     sample: tuple[float, ...] = ()
+    values: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def facts_of(spec: EngineSpec) -> Facts:
@@ -36,7 +39,11 @@ def facts_of(spec: EngineSpec) -> Facts:
     space = spec.space
     if space.kind in TRAINABLE:
         refuse_space(space)
-    model = load_model(spec.model, spec.family, seed=spec.seed, remote_code=spec.remote_code)
+    model = load_model(
+        spec.model, spec.family, seed=spec.seed, dtype=getattr(torch, spec.dtype), remote_code=spec.remote_code
+    )
+    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+    model.float()  # what runs here runs on a CPU, which computes in float32; `parameters` keep the type they are stored as
     ids = torch.tensor([[0, 1]])
     used = catalog.used_modules(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     tensors = catalog.catalogue(model, used)
@@ -48,7 +55,6 @@ def facts_of(spec: EngineSpec) -> Facts:
         whole = select(Space("lora", space.rank, space.alpha, space.targets), tensors)
         names = {t.name for t in trained}
         frozen = tuple(t for t in whole if t.name not in names and partner(t.name) in names)
-    parameters = dict(model.named_parameters())
     start = ((t.name, parameters[t.name] if t.name in parameters else fresh(t, spec.seed)) for t in trained)
     return Facts(
         base_digest=catalog.digest_of(parameters.items()),
@@ -57,7 +63,13 @@ def facts_of(spec: EngineSpec) -> Facts:
         frozen=frozen,
         start=catalog.digest_of(start),
         sample=_sample(model) if spec.urls else (),
+        values={t.name: parameters[t.name] for t in trained} if spec.urls and space.kind == "matrices" else {},
     )
+
+
+def stored_as(spec: EngineSpec) -> torch.dtype:
+    """The type of the trained tensors: the model's own for matrices, float32 for LoRA's factors."""
+    return getattr(torch, spec.dtype) if spec.space.kind == "matrices" else torch.float32  # type: ignore[no-any-return]
 
 
 @torch.no_grad()

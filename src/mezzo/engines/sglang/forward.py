@@ -45,6 +45,7 @@ class Forward:
 
     def __init__(self, scheduler: Any, share: bool = True) -> None:
         from sglang.srt.mem_cache.common import release_kv_cache
+        from sglang.srt.sampling.sampling_params import SamplingParams
 
         self.scheduler = scheduler
         self.runner = scheduler.tp_worker.model_runner
@@ -53,6 +54,8 @@ class Forward:
         self.count = Count()
         self._ready = 0
         self._number = 0
+        self._nothing = SamplingParams(max_new_tokens=0, temperature=0)
+        """What all sequences generate."""
         # The option is `checkpoint` in new versions and `is_insert` in old ones: whether the tree keeps the tokens.
         keep = "checkpoint" if "checkpoint" in inspect.signature(release_kv_cache).parameters else "is_insert"
         self._release: Any = lambda req, kept: release_kv_cache(req, scheduler.tree_cache, **{keep: kept})
@@ -123,21 +126,23 @@ class Forward:
 
     def _finished(self, reqs: Sequence[Any], kept: bool) -> None:
         """Give the sequences' memory back; SGLang has counted what it took from its cache."""
+        allocator = self.scheduler.token_to_kv_pool_allocator
+        allocator.free_group_begin()  # one operation for all of them
         for req in reqs:
             self.count.cached += req.cached_tokens
             self.count.computed += len(req.origin_input_ids) - req.cached_tokens
             self._release(req, kept)
+        allocator.free_group_end()
 
     def _request(self, ids: tuple[int, ...], start: int, member: Member) -> Any:
         from sglang.srt.managers.schedule_batch import Req
-        from sglang.srt.sampling.sampling_params import SamplingParams
 
         self._number += 1
         req = Req(
             rid=f"mezzo-{self._number}",
             origin_input_text="",
             origin_input_ids=array("q", ids),
-            sampling_params=SamplingParams(max_new_tokens=0, temperature=0),
+            sampling_params=self._nothing,
             return_logprob=start >= 0,
             lora_id=member.adapter,
             extra_key=member.key,

@@ -23,8 +23,8 @@ from mezzo.types import Trained
 
 MEMBERS = 2
 """Probes of one forward: the two signs of a direction."""
-CACHE_TOKENS = 65_536
-"""Key-value cache on a CPU, in tokens; on a GPU SGLang takes what memory is left."""
+CACHE_TOKENS = {"cpu": 65_536, "cuda": 1_048_576}
+"""Key-value cache in tokens: enough for a large batch; on a GPU less, where memory does not allow as much."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def arguments(spec: EngineSpec, adapter: Adapter | None, cpu: bool) -> dict[str,
     """SGLang's own options. Scores need no decoding, so that graphs, grammars and overlap only cost."""
     chosen: dict[str, Any] = {
         "model_path": locate(spec.model),
-        "dtype": "float32",
+        "dtype": spec.dtype,
         "tp_size": spec.tp,
         "trust_remote_code": spec.remote_code,
         "skip_tokenizer_init": True,
@@ -129,6 +129,7 @@ def arguments(spec: EngineSpec, adapter: Adapter | None, cpu: bool) -> dict[str,
         "disable_overlap_schedule": True,
         "grammar_backend": "none",
         "sampling_backend": "pytorch",
+        "max_total_tokens": CACHE_TOKENS["cpu" if cpu else "cuda"],
         "max_running_requests": max(64, MEMBERS * spec.rows * 2),
         "chunked_prefill_size": -1,
         "log_level": "error",
@@ -140,7 +141,6 @@ def arguments(spec: EngineSpec, adapter: Adapter | None, cpu: bool) -> dict[str,
         chosen |= {
             "device": "cpu",
             "attention_backend": "torch_native",
-            "max_total_tokens": CACHE_TOKENS,
             "mem_fraction_static": 0.5,
             "sleep_on_idle": True,
         }

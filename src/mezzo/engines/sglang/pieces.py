@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mezzo.engines.sglang.weights import Piece
+from mezzo.engines.sglang.matrices import Piece
 from mezzo.engines.torch import catalog
 from mezzo.errors import JournalError
 from mezzo.types import Trained
@@ -35,5 +35,8 @@ def fitting(trained: Sequence[Trained], tensors: Mapping[str, Array]) -> dict[st
     return dict(tensors)
 
 
-def digest_of(tensors: Mapping[str, Array]) -> str:
-    return catalog.digest_of((name, torch.from_numpy(np.ascontiguousarray(value))) for name, value in tensors.items())
+def digest_of(tensors: Mapping[str, Array], dtype: torch.dtype) -> str:
+    """Of the tensors as they are stored: their float32 values are those of `dtype`."""
+    return catalog.digest_of(
+        (name, torch.from_numpy(np.ascontiguousarray(value)).to(dtype)) for name, value in tensors.items()
+    )

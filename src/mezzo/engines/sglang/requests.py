@@ -22,7 +22,7 @@ def request(rows: Sequence[Row], adapters: Sequence[str | None], readout: Readou
         # A word is read where the next token would be; candidates are part of the prompt, so nothing is generated.
         "sampling_params": {"max_new_tokens": 1 if words else 0, "temperature": 0},
         "return_logprob": True,
-        "lora_path": list(adapters),
+        **_under(adapters),
     }
     if words:
         return body | {"token_ids_logprob": [list(readout.words)] * len(rows)}
@@ -37,17 +37,23 @@ def prefixes(rows: Sequence[Row], adapters: Sequence[str | None]) -> list[dict[s
         {
             "input_ids": [list(ids) for _ in adapters for ids in wave],
             "sampling_params": {"max_new_tokens": 0, "temperature": 0},
-            "lora_path": [adapter for adapter in adapters for _ in wave],
+            **_under([adapter for adapter in adapters for _ in wave]),
         }
         for wave in waves
         if wave
     ]
 
 
-def continuation(batch: Batch, max_new_tokens: int) -> dict[str, Any]:
+def continuation(batch: Batch, max_new_tokens: int, adapter: str | None = None) -> dict[str, Any]:
     """A request for greedy continuations of the whole prompts."""
     sampling = {"max_new_tokens": max_new_tokens, "temperature": 0}
-    return {"input_ids": [list(prompt.ids) for prompt in batch.prompts], "sampling_params": sampling}
+    ids = [list(prompt.ids) for prompt in batch.prompts]
+    return {"input_ids": ids, "sampling_params": sampling, **_under([adapter] * len(ids))}
+
+
+def _under(adapters: Sequence[str | None]) -> dict[str, list[str | None]]:
+    """The adapter of each sequence. A server without LoRA takes no such field, not even an empty one."""
+    return {"lora_path": list(adapters)} if any(adapters) else {}
 
 
 def scores_of(rows: Sequence[Row], answers: Answers, readout: Readout) -> list[Any]:

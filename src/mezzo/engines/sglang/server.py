@@ -1,4 +1,4 @@
-"""SGLang servers by URL: the factors stay here, the probes are uploaded as adapters, several servers share each batch."""
+"""SGLang servers by URL: the probes are uploaded as adapters, several servers share each batch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from mezzo.engines.base import EngineSpec, Unit
 from mezzo.engines.hub import locate
 from mezzo.engines.liveness import check_alive
 from mezzo.engines.sglang import launch, requests
-from mezzo.engines.sglang.facts import SAMPLE, Facts, facts_of, fresh
+from mezzo.engines.sglang.facts import SAMPLE, Facts, facts_of, stored_as
 from mezzo.engines.sglang.forward import Count
+from mezzo.engines.sglang.loader import LOADER
 from mezzo.engines.sglang.pieces import digest_of, fitting
 from mezzo.engines.sglang.replica import Replica
 from mezzo.engines.sglang.rows import Row, rows_of
-from mezzo.engines.sglang.support import module_of, refuse_space
-from mezzo.engines.sglang.weights import members
-from mezzo.engines.torch.noise import NoiseSource
-from mezzo.engines.torch.population import Population
-from mezzo.errors import ConfigError, ModelError, RunFailed, SpaceError
+from mezzo.engines.sglang.served import ServedBase, ServedLora, ServedMatrices
+from mezzo.engines.sglang.support import refuse_space
+from mezzo.errors import ConfigError, ModelError, RunFailed
 from mezzo.types import Batch, Probe, Readout, Scores, Update
 
 Array = npt.NDArray[np.generic]
@@ -35,34 +34,32 @@ ROUNDED = 0.2
 
 
 class ServerEngine:
-    """LoRA on servers that someone else started. They must have been started with LoRA, and serve the run's model."""
+    """Servers that someone else started. They must have been started with LoRA, and serve the run's model."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        if spec.space.kind != "lora":
-            raise SpaceError(
-                f"over --url the sglang engine trains LoRA, not {spec.space.kind!r}: use --space lora, or leave --url out "
-                "and let mezzo start SGLang itself"
-            )
+        if spec.family != "causal":
+            raise ModelError("over --url the sglang engine trains causal models; leave --url out for a masked one")
         if spec.tp != 1:
             raise ConfigError("--tp is the server's own option: give it to sglang.launch_server instead")
         facts = facts_of(spec)
         adapter = launch.adapter_of(spec, facts.trained)
-        assert adapter is not None
         self.spec, self.space, self.facts, self.adapter = spec, spec.space, facts, adapter
         self.trained, self.base_digest = facts.trained, facts.base_digest
         self.unit = Unit(rows=spec.rows, members=launch.MEMBERS)
         self.count = Count()
-        self.replicas = [Replica(url, locate(spec.model), adapter) for url in spec.urls]
+        in_place = spec.space.kind == "matrices"
+        path, loader = locate(spec.model), LOADER if in_place else ""
+        self.replicas = [Replica(url, path, adapter, spec.dtype, loader) for url in spec.urls]
+        self._name, self._number = f"mezzo-{facts.base_digest[:12]}-{uuid.uuid4().hex[:8]}", 0
+        self._pool = ThreadPoolExecutor(len(self.replicas))
+        self.weights: ServedLora | ServedMatrices | ServedBase = ServedBase()
+        if in_place:
+            self.weights = ServedMatrices(spec, facts, self._write)
+            self._return_to_base(self.weights)
+        elif spec.space.kind == "lora":
+            self.weights = ServedLora(spec, facts)
         for replica in self.replicas:
             _refuse_other_model(replica, facts)
-        self.population = Population(
-            [(t, fresh(t, spec.seed)) for t in facts.trained],
-            NoiseSource(spec.noise_kind, torch.device("cpu")),
-            {t.name: fresh(t, spec.seed) for t in facts.frozen},
-        )
-        self.modules = tuple(dict.fromkeys(module_of(t.name) for t in facts.trained))
-        self._name, self._number = f"mezzo-{uuid.uuid4().hex[:8]}", 0
-        self._pool = ThreadPoolExecutor(len(self.replicas))
 
     # ---- the contract
 
@@ -89,35 +86,33 @@ class ServerEngine:
         refuse_space(self.space)
         check_alive(self, batch, eps)
 
-    @torch.no_grad()
     def apply(self, updates: Sequence[Update]) -> None:
-        self.population.replay(updates)
+        refuse_space(self.space)
+        self.weights.apply(updates)
 
     def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[tuple[int, ...]]]:
         """Greedy continuations, by the first server."""
-        body = requests.continuation(batch, max_new_tokens)
         texts = []
         for probe in probes:
-            with self._lent([probe]) as adapters:
-                answers = self.replicas[0].generate({**body, "lora_path": adapters * len(batch)})
+            with self._lent([probe]) as (adapter,):
+                answers = self.replicas[0].generate(requests.continuation(batch, max_new_tokens, adapter))
             texts.append([tuple(answer["output_ids"]) for answer in answers])
         return texts
 
     def state(self) -> dict[str, Array]:
-        return {t.name: self.population.value(t.name).numpy().copy() for t in self.trained}
+        return self.weights.state()
 
-    @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Array]) -> None:
-        for name, value in fitting(self.trained, tensors).items():
-            self.population.value(name).copy_(torch.from_numpy(np.ascontiguousarray(value)))
+        self.weights.load(fitting(self.trained, tensors))
 
     def digest(self) -> str:
-        return digest_of(self.state())
+        return digest_of(self.state(), stored_as(self.spec))
 
     def describe(self) -> dict[str, Any]:
         return {
             "engine": "sglang",
             "device": ", ".join(replica.url for replica in self.replicas),
+            "dtype": self.spec.dtype,
             "sglang": str(self.replicas[0].info["version"]),
             "tp": self.replicas[0].ranks,
             "parameters": self.facts.parameters,
@@ -129,32 +124,51 @@ class ServerEngine:
     def close(self) -> None:
         self._pool.shutdown()
 
+    # ---- weights that live in the servers
+
+    def _write(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Hand tensors to the loader of every server; their weights then have a name that nobody else gives."""
+        version = self._next_name()
+        list(self._pool.map(lambda replica: replica.write(named, LOADER, version), self.replicas))
+
+    def _return_to_base(self, weights: ServedMatrices) -> None:
+        """Servers that another run of this model has moved go back to the checkpoint. An order without updates goes to all:
+        it shows that the loader works before a step depends on it."""
+        mark = self._name.rsplit("-", 1)[0]
+        if any(replica.weight_version().startswith(mark) for replica in self.replicas):
+            weights.load(weights.state())
+        try:
+            weights.apply([])
+        except ConfigError as error:
+            raise ConfigError(f"{error}. Is mezzo installed beside the server? Its log says why") from None
+
     # ---- adapters and questions
 
-    @contextmanager
-    def _lent(self, probes: Sequence[Probe]) -> Iterator[list[str]]:
-        """The probes as adapters on every server, for as long as the block runs."""
+    def _next_name(self) -> str:
         self._number += 1
-        names = [f"{self._name}-{self._number}-{index}" for index in range(len(probes))]
-        tensors: list[dict[str, torch.Tensor]] = [{} for _ in probes]
-        for module, downs, ups in members(self.population, self.modules, probes):
-            for index in range(len(probes)):
-                tensors[index][f"base_model.model.{module}.lora_A.weight"] = downs[index].clone()
-                tensors[index][f"base_model.model.{module}.lora_B.weight"] = ups[index].clone()
+        return f"{self._name}-{self._number}"
+
+    @contextmanager
+    def _lent(self, probes: Sequence[Probe]) -> Iterator[list[str | None]]:
+        """The probes as adapters on every server, for as long as the block runs; None: the servers' own weights."""
+        stem = self._next_name()
+        lent = {f"{stem}-{index}": adapter for index, adapter in enumerate(self.weights.adapters(probes)) if adapter}
+        names = [f"{stem}-{index}" for index in range(len(probes))]
         for replica in self.replicas:
-            for name, values in zip(names, tensors, strict=True):
-                replica.load(name, values, self.adapter)
+            for name, tensors in lent.items():
+                assert self.adapter is not None
+                replica.load(name, tensors, self.adapter)
         try:
-            yield names
+            yield [name if name in lent else None for name in names]
         finally:
             for replica in self.replicas:
-                for name in names:
+                for name in lent:
                     with suppress(RunFailed):  # a lost server has lost its adapters too
                         replica.unload(name)
 
     @staticmethod
     def _ask(
-        replica: Replica, rows: Sequence[Row], adapters: Sequence[str], readout: Readout
+        replica: Replica, rows: Sequence[Row], adapters: Sequence[str | None], readout: Readout
     ) -> tuple[list[Any], Count]:
         """The values of all rows under the first adapter, then under the second."""
         first = [answer for body in requests.prefixes(rows, adapters) for answer in replica.generate(body)]
@@ -174,4 +188,5 @@ def _refuse_other_model(replica: Replica, facts: Facts) -> None:
             f"the server at {replica.url} serves another model than the run's ({replica.info['model_path']}); start it "
             f"with: {replica.command}"
         )
+    replica.version = replica.weight_version()
     replica.begun = True

@@ -34,6 +34,7 @@ class Slots:
         self.ids: list[str] = [by_name[name] for name in names]
         self.rank: int = manager.memory_pool.max_lora_rank
         self.places: dict[str, Place] = {}
+        self._targets: dict[tuple[int, str, int], tuple[Tensor, Tensor]] = {}
         for depth, modules in enumerate(manager.lora_modules):
             for path, wrapper in modules.items():
                 for part in parts_of(path, wrapper.base_layer):
@@ -63,8 +64,17 @@ class Slots:
 
     def write(self, slot: int, module: str, down: Tensor, up: Tensor) -> None:
         """Put A[r, in] and B[out, r] of a module into a buffer slot: this rank's share of them."""
-        place, pool, rank = self.place(module), self.manager.memory_pool, down.shape[0]
-        part = place.part
-        first = part.index * self.rank
-        pool.A_buffer[place.pool][place.depth][slot, first : first + rank].copy_(down[:, slice(*part.cols)])
-        pool.B_buffer[place.pool][place.depth][slot, part.local_rows, :rank].copy_(up[slice(*part.rows)])
+        key = (slot, module, down.shape[0])
+        if key not in self._targets:
+            self._targets[key] = self._target(*key)
+        part = self.places[served(module)].part
+        for target, value in zip(self._targets[key], (down[:, slice(*part.cols)], up[slice(*part.rows)]), strict=True):
+            target.copy_(value)
+
+    def _target(self, slot: int, module: str, rank: int) -> tuple[Tensor, Tensor]:
+        """Where they go: SGLang's buffers stay where they are, and slicing them anew costs more than the copies."""
+        place, pool = self.place(module), self.manager.memory_pool
+        first = place.part.index * self.rank
+        a: Tensor = pool.A_buffer[place.pool][place.depth][slot, first : first + rank]
+        b: Tensor = pool.B_buffer[place.pool][place.depth][slot, place.part.local_rows, :rank]
+        return a, b

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from mezzo import noise
 from mezzo.engines.sglang.facts import fresh
+from mezzo.engines.sglang.matrices import Array, Matrices, Piece, probe_factors, to_numpy
 from mezzo.engines.sglang.slots import Slots
 from mezzo.engines.sglang.support import module_of
 from mezzo.engines.torch.noise import NoiseSource
@@ -20,8 +20,6 @@ from mezzo.engines.torch.population import Population
 from mezzo.errors import ModelError
 from mezzo.space import lora_names
 from mezzo.types import Probe, Trained, Update
-
-Array = npt.NDArray[np.generic]
 
 
 @dataclass(frozen=True)
@@ -34,16 +32,6 @@ class Plan:
     noise_kind: noise.Kind
     seed: int
     adapters: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """This rank's share of a trained tensor: rows and columns [start, stop) of the whole."""
-
-    name: str
-    rows: tuple[int, int]
-    cols: tuple[int, int]
-    values: Array
 
 
 class Weights(Protocol):
@@ -110,61 +98,41 @@ def _member(population: Population, name: str) -> Tensor:
 
 
 class MatrixWeights:
-    """Projection matrices with low-rank noise: a probe W + s·U·Vᵀ is an adapter (A = Vᵀ, B = s·U); an update is written
-    into SGLang's own fused and split weights."""
+    """Projection matrices with low-rank noise: a probe is an adapter, an update is written into SGLang's own weights."""
 
     def __init__(self, plan: Plan, slots: Slots, device: torch.device) -> None:
-        self.slots, self.trained = slots, plan.trained
-        self.source = NoiseSource(plan.noise_kind, device)
-        self.places = {t.name: slots.place(module_of(t.name)) for t in plan.trained}
+        self.slots = slots
         for trained in plan.trained:
             slots.refuse_padding(trained)
-            held, part = self._view(trained), self.places[trained.name].part
-            if tuple(held.shape) != (part.rows[1] - part.rows[0], part.cols[1] - part.cols[0]):
-                raise ModelError(f"SGLang stores {trained.name} in another layout: {tuple(held.shape)} on this rank")
+        self.source = NoiseSource(plan.noise_kind, device)
+        places = {t.name: slots.place(module_of(t.name)) for t in plan.trained}
+        self.matrices = Matrices(plan.trained, {n: (p.part, p.layer) for n, p in places.items()}, self.source)
 
     def place(self, probes: Sequence[Probe]) -> list[str | None]:
         slots = self.slots.resident()
         for slot, probe in zip(slots, probes, strict=False):
-            if len(probe.terms) > 1:
-                raise ModelError("on the sglang engine a probe of space 'matrices' has one direction")
-            for seed, scale in probe.terms:
-                for trained in self.trained:
-                    left, right = self.source.factors(seed, trained.name, trained.shape, trained.rank)
-                    factor = torch.tensor(scale, dtype=torch.float32) * (1 / trained.rank**0.5)
-                    self.slots.write(slot, module_of(trained.name), right.T, left * factor)
+            for seed, scale in one_direction(probe):
+                for trained in self.matrices.trained:
+                    down, up = probe_factors(self.source, trained, seed, scale)
+                    self.slots.write(slot, module_of(trained.name), down, up)
         return [adapter if probe.terms else None for adapter, probe in zip(self.slots.ids, probes, strict=False)]
 
     def apply(self, update: Update) -> None:
-        """As every engine: fl(keep·θ), then fl(θ − fl(c·z)) a term at a time; U·Vᵀ is integers, exact in any order."""
-        for trained in self.trained:
-            held, part = self._view(trained), self.places[trained.name].part
-            if trained.decay and update.keep != 1.0:
-                held.mul_(update.keep)
-            for seed, coef in update.terms:
-                if coef == 0.0:
-                    continue
-                left, right = self.source.factors(seed, trained.name, trained.shape, trained.rank)
-                z = left[slice(*part.rows)] @ right[slice(*part.cols)].T
-                held.sub_(z.mul_(noise.factor_scale(coef, trained.rank)))
-        self.source.forget()
+        self.matrices.apply(update)
 
     def state(self) -> list[Piece]:
-        return [
-            Piece(t.name, self.places[t.name].part.rows, self.places[t.name].part.cols, _numpy(self._view(t)))
-            for t in self.trained
-        ]
+        return self.matrices.state()
 
     def load(self, tensors: Mapping[str, Array]) -> None:
-        for trained in self.trained:
-            part = self.places[trained.name].part
-            share = tensors[trained.name][slice(*part.rows), slice(*part.cols)]
-            self._view(trained).copy_(torch.from_numpy(np.ascontiguousarray(share)))
+        for name, values in tensors.items():
+            self.matrices.load(name, torch.from_numpy(np.ascontiguousarray(values)))
 
-    def _view(self, trained: Trained) -> Tensor:
-        place = self.places[trained.name]
-        weight: Tensor = place.layer.weight.data
-        return weight[place.part.local_rows]
+
+def one_direction(probe: Probe) -> tuple[tuple[int, float], ...]:
+    """The probe's terms; the rank of an adapter has room for one."""
+    if len(probe.terms) > 1:
+        raise ModelError("on the sglang engine a probe of space 'matrices' has one direction")
+    return probe.terms
 
 
 WEIGHTS: dict[str, type[LoraWeights] | type[MatrixWeights]] = {"lora": LoraWeights, "matrices": MatrixWeights}
@@ -172,8 +140,4 @@ WEIGHTS: dict[str, type[LoraWeights] | type[MatrixWeights]] = {"lora": LoraWeigh
 
 def _whole(name: str, value: Tensor) -> Piece:
     rows, cols = value.shape
-    return Piece(name, (0, rows), (0, cols), _numpy(value))
-
-
-def _numpy(value: Tensor) -> Array:
-    return value.detach().float().cpu().numpy().copy()
+    return Piece(name, (0, rows), (0, cols), to_numpy(value))

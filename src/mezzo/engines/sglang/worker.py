@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import cProfile
+import io
+import pstats
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from mezzo.engines.sglang.forward import Count, Forward, Member
+from mezzo.engines.sglang.matrices import Array, Piece
 from mezzo.engines.sglang.requests import empty_scores, put
 from mezzo.engines.sglang.rows import rows_of
 from mezzo.engines.sglang.slots import Slots
-from mezzo.engines.sglang.weights import WEIGHTS, Array, Piece, Plan, Weights
+from mezzo.engines.sglang.weights import WEIGHTS, Plan, Weights
 from mezzo.types import Batch, Probe, Scores, Update
 
 
@@ -52,6 +56,26 @@ class Worker:
         finally:
             self.forward.flush()  # a failed forward must not leave SGLang's pools half full either
         return out, self.forward.count
+
+    def score_base(self, batch: Batch, rows: int) -> Scores:
+        """The model as it came, under no adapter: what a bare scoring call costs."""
+        held, self.weights = self.weights, None
+        try:
+            return self.score(batch, (Probe(),), rows, 1)[0]
+        finally:
+            self.weights = held
+
+    def profile(self, work: str, values: Mapping[str, Any], kernels: bool = False) -> str:
+        """Where the time of another function goes: on the host, or in the device's kernels."""
+        if kernels:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+                self.work(work, values)
+            return str(found.key_averages().table(sort_by="cuda_time_total", row_limit=40))
+        profile, text = cProfile.Profile(), io.StringIO()
+        profile.runcall(self.work, work, values)
+        for order in ("cumtime", "tottime"):
+            pstats.Stats(profile, stream=text).sort_stats(order).print_stats(80)
+        return text.getvalue()
 
     def residents(self) -> list[str]:
         """Names of the adapters in SGLang's pool."""
@@ -94,4 +118,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "load": Worker.load,
     "idle": Worker.idle,
     "residents": Worker.residents,
+    "score_base": Worker.score_base,
+    "profile": Worker.profile,
 }

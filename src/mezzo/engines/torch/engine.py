@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -71,10 +72,11 @@ class TorchEngine:
         self._prefixes = self._prefix_starts(prefix_ids, seed) if space.kind == "prefix" else {}
         self.trained: tuple[Trained, ...] = select(space, self.catalogue)
         self.transposed = {t.name for t in self.catalogue if t.transposed}
-        self.trunk = trunk.find(model, self._moving(), self._tiny_inputs(), int(cache_mb * trunk.MIB))
         self.population = Population(
             self._tensors(seed, stored), NoiseSource(noise_kind, self.device), self._partners(seed), compute
         )
+        # Before the trained tensors take their places: no plain forward runs on a CPU once weights are of sixteen bits.
+        self.trunk = trunk.find(model, self._moving(), self._tiny_inputs(), int(cache_mb * trunk.MIB))
         self._adopt()
         layers.attach(self.model, self.population, space.scaling)
         prefix.attach(self.model, self.population, self.stated.get)
@@ -92,19 +94,26 @@ class TorchEngine:
         for first in range(0, len(probes), self.unit.members):
             chunk = probes[first : first + self.unit.members]
             here = out[first : first + len(chunk)]
-            with self.population.at(chunk):
-                try:
-                    for rows in groups:
-                        scores = self._forward(rows, batch).reshape(len(chunk), -1, *rows.tail)
-                        rows.place(here, scores.cpu().numpy())
-                    if shared:
-                        self._score_shared(batch, here)
-                except torch.OutOfMemoryError:
-                    raise RunFailed(
-                        f"{self.device} is out of memory with {self.unit.rows} examples and {len(chunk)} probes in one forward; "
-                        "start again with a smaller --micro-batch"
-                    ) from None
+            with self._memory_explained(len(chunk)), self.population.at(chunk):
+                for rows in groups:
+                    scores = self._forward(rows, batch).reshape(len(chunk), -1, *rows.tail)
+                    rows.place(here, scores.cpu().numpy())
+                if shared:
+                    self._score_shared(batch, here)
         return out
+
+    @contextlib.contextmanager
+    def _memory_explained(self, members: int) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            # The CPU's allocator has no class of its own for its refusals.
+            if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error):
+                raise RunFailed(
+                    f"{self.device} is out of memory with {self.unit.rows} examples and {members} probes in one forward; "
+                    "start again with a smaller --micro-batch"
+                ) from None
+            raise
 
     def _score_shared(self, batch: Batch, out: Scores) -> None:
         for places in by_length([p.ids for p in batch.prompts], self.unit.rows):

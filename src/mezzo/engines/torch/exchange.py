@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +16,10 @@ from mezzo.errors import ConfigError, RunFailed
 
 PATIENCE = timedelta(days=7)
 """How long a rank waits for an order: between two of them the driver may evaluate, save or think for as long as it likes."""
+
+
+MEETING = timedelta(minutes=10)
+"""For the ranks to come together."""
 
 
 class Ranks:
@@ -27,8 +34,10 @@ class Ranks:
         if backend == "nccl":
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
-        dist.init_process_group(backend, timeout=PATIENCE)
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        world: Any = dist  # its types hide these two names
+        store, self.rank, self.size = next(iter(world.rendezvous("env://", timeout=MEETING)))
+        meeting = world.PrefixStore(_met(store, self.rank, self.size), store)
+        dist.init_process_group(backend, store=meeting, rank=self.rank, world_size=self.size, timeout=PATIENCE)
 
     def broadcast(self, data: bytes | None) -> bytes:
         """What rank 0 says, on every rank."""
@@ -69,3 +78,26 @@ class Ranks:
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+def _met(store: Any, rank: int, size: int) -> str:
+    """A name for this meeting of the ranks that no earlier one had.
+
+    torchrun keeps its store when it starts ranks again, with the addresses of the dead in it. So every rank asks under a name of
+    its own, and rank 0 answers until all have come.
+    """
+    name, ends = uuid.uuid4().hex, time.monotonic() + MEETING.total_seconds()
+    if rank:
+        store.set(f"mezzo/asks/{rank}", name)
+        store.wait([f"mezzo/answer/{name}"], MEETING)
+        meeting = store.get(f"mezzo/answer/{name}").decode()
+        store.set(f"mezzo/{meeting}/{rank}", "here")
+        return meeting
+    while not all(store.check([f"mezzo/{name}/{other}"]) for other in range(1, size)):
+        if time.monotonic() > ends:
+            raise RunFailed(f"not all {size} ranks came together within {MEETING.seconds} s")
+        for other in range(1, size):
+            if store.check([f"mezzo/asks/{other}"]):
+                store.set(f"mezzo/answer/{store.get(f'mezzo/asks/{other}').decode()}", name)
+        time.sleep(0.01)
+    return name

@@ -21,7 +21,8 @@ LARGEST_RANK = 32
 """Signs of a factor's row that fit into the kernel's number; noise of a higher rank is left to plain torch."""
 KINDS = {"rademacher": kernels.SIGNS, "gaussian": kernels.NORMALS}
 TYPES = {torch.float32: kernels.FLOAT32, torch.bfloat16: kernels.BFLOAT16, torch.float16: kernels.FLOAT16}
-PERTURB, UPDATE = {"R": 128, "num_warps": 4}, {"R": 64, "num_warps": 4}
+PERTURB = UPDATE = {"R": 128, "num_warps": 4}
+"""Rows of 64 elements a program: as many as it has threads, so that each makes the noise of one row."""
 EXACT = {"enable_fp_fusion": False}
 """A product and a sum are two roundings, as everywhere else."""
 
@@ -35,10 +36,26 @@ class DeviceNoise(NoiseSource):
         self._seeds: dict[int, Tensor] = {}
 
     def stream(self, seed: int, name: str, first: int, last: int) -> Tensor:
-        out = torch.empty(last - first, dtype=torch.int64, device=self.device)
+        return self._words(seed, name, last - first, first, None, 1)
+
+    def rows(self, seed: int, name: str, shape: tuple[int, int], ids: Tensor) -> Tensor:
+        """Only the words of these rows are made, where rows are whole words."""
+        per_row, rest = divmod(shape[1] * noise.BITS[self.kind], 64)
+        if rest:
+            return super().rows(seed, name, shape, ids)
+        packed = self._words(seed, name, ids.numel() * per_row, 0, ids.contiguous(), per_row)
+        return self.spread(packed, None).view(*ids.shape, shape[1])
+
+    def _words(self, seed: int, name: str, count: int, first: int, rows: Tensor | None, per_row: int) -> Tensor:
+        out = torch.empty(count, dtype=torch.int64, device=self.device)
         size = 256
-        if len(out):
-            kernels.words[(-(-len(out) // size),)](out, len(out), first, self.seed(seed), self.keys(name), B=size)
+        if count:
+            keys = self.keys(name)
+            kernels.words[(-(-count // size),)](
+                *(out, count, first, keys if rows is None else rows, per_row, self.seed(seed), keys),
+                PICKED=rows is not None,
+                B=size,
+            )
         return out.view(torch.uint8)
 
     def keys(self, name: str) -> Tensor:
@@ -137,6 +154,7 @@ class Fused(Plain):
             width,
             rank,
             float(np.float32(1 / np.sqrt(rank))) if rank else 1.0,
+            ALIGNED=width % ALIGN == 0,
             TERMS=len(move.update.terms),
             KIND=kernels.FACTORS if rank else KINDS[self.source.kind],
             FLAT=index is not None,

@@ -34,7 +34,7 @@ def word(seed, key, number):
 def lanes(seed, key, row, R: tl.constexpr):
     """[R, 64] numbers of sixteen bits, for rows of a stream."""
     number = row[:, None] * 4 + tl.arange(0, 4)[None, :].to(tl.uint64)
-    w0, w1, w2, w3 = block(seed, key, number)
+    w0, w1, w2, w3 = block(seed, key[:, None], number)
     words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [R, 16])
     shift = (tl.arange(0, 4) * 16).to(tl.uint64)
     found = (words[:, :, None] >> shift[None, None, :]).to(tl.uint32) & 0xFFFF
@@ -51,25 +51,37 @@ def ones_of(bits):
 
 
 @triton.jit
-def scaled_noise(
-    scale, seed, key, row, table, left, right, width, rank, KIND: tl.constexpr, FLAT: tl.constexpr, R: tl.constexpr
-):
-    """[R, 64]: scale·z, rounded to float32. `left` and `right` hold the factors of low-rank noise, a number of bits a row."""
+def scaled_noise(scale, seed, key, row, table, KIND: tl.constexpr, R: tl.constexpr):
+    """[R, 64]: scale·z, rounded to float32."""
     if KIND == SIGNS:
         lane = tl.arange(0, ROW).to(tl.uint64)
         bit = (word(seed, key, row)[:, None] >> lane[None, :]) & 1
         return tl.where(bit == 0, scale, -scale)
-    elif KIND == NORMALS:
-        if FLAT:
-            index = lanes(seed, key[:, None], row, R) >> 4
-        else:
-            index = lanes(seed, key, row, R) >> 4
-        return scale * tl.load(table + index)
     else:
-        at = row[:, None].to(tl.int64) * ROW + tl.arange(0, ROW)[None, :]
-        line = at // width
-        differ = tl.load(left + line) ^ tl.load(right + (at - line * width))
-        return scale * (rank - 2 * ones_of(differ.to(tl.uint32, bitcast=True)).to(tl.int32)).to(tl.float32)
+        return scale * tl.load(table + (lanes(seed, key, row, R) >> 4))
+
+
+@triton.jit
+def scaled_product(scale, row, real, left, right, rows, width, rank, ALIGNED: tl.constexpr):
+    """[R, 64]: scale·U·Vᵀ; `left` and `right` hold the signs of a factor's row as the bits of one number.
+
+    In an ALIGNED matrix, whose rows are multiples of 64 elements, one of our rows lies in one row of the matrix.
+    """
+    lane = tl.arange(0, ROW)[None, :]
+    if ALIGNED:
+        per_line = width // ROW
+        line = row.to(tl.int32) // per_line
+        u = tl.load(left + line, mask=line < rows, other=0)[:, None]
+        v = tl.load(right + ((row.to(tl.int32) - line * per_line) * ROW)[:, None] + lane, mask=real, other=0)
+    else:
+        first = row.to(tl.int64) * ROW
+        line = first // width
+        place = (first - line * width).to(tl.int32)[:, None] + lane
+        over = place // width
+        u = tl.load(left + line[:, None] + over, mask=real, other=0)
+        v = tl.load(right + place - over * width, mask=real, other=0)
+    differ = ones_of((u ^ v).to(tl.uint32, bitcast=True)).to(tl.int32)
+    return scale * (rank - 2 * differ).to(tl.float32)
 
 
 @triton.jit
@@ -94,15 +106,13 @@ def rows_of(keys, index, count, FLAT: tl.constexpr, R: tl.constexpr):
     """This program's rows: where their elements lie, which of them exist, and each row's keys and number."""
     place = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     at = place[:, None] * ROW + tl.arange(0, ROW)[None, :]
-    if FLAT:
-        real = place * ROW < count
-        key = tl.load(keys + 2 * place, mask=real, other=0).to(tl.uint64, bitcast=True)
-        round_key = tl.load(keys + 2 * place + 1, mask=real, other=0).to(tl.uint64, bitcast=True)
-        row = tl.load(index + place, mask=real, other=0).to(tl.uint64)
-    else:
-        key = tl.load(keys).to(tl.uint64, bitcast=True)
-        round_key = tl.load(keys + 1).to(tl.uint64, bitcast=True)
-        row = place.to(tl.uint64)
+    # One key a row even where all are the same: what begins with a load is computed by one thread a row and handed to the
+    # others, where Triton would let every thread of a row make the row's noise anew.
+    real = place * ROW < count
+    line = keys + 2 * place if FLAT else keys + 0 * place
+    key = tl.load(line, mask=real, other=0).to(tl.uint64, bitcast=True)
+    round_key = tl.load(line + 1, mask=real, other=0).to(tl.uint64, bitcast=True)
+    row = tl.load(index + place, mask=real, other=0).to(tl.uint64) if FLAT else place.to(tl.uint64)
     return at, at < count, key, round_key, row
 
 
@@ -127,7 +137,7 @@ def perturb(
     theta = tl.load(value + at, mask=real, other=0).to(tl.float32)
     if TERMS == 1:
         seed = tl.load(seeds).to(tl.uint64, bitcast=True)
-        z = scaled_noise(1.0, seed, key, row, table, table, table, 1, 0, KIND, FLAT, R)
+        z = scaled_noise(1.0, seed, key, row, table, KIND, R)
         for member in tl.static_range(MEMBERS):
             moved = theta + tl.load(scales + member) * z
             tl.store(out + member * count + at, moved.to(out.dtype.element_ty), mask=real)
@@ -137,11 +147,11 @@ def perturb(
             for term in range(TERMS):
                 seed = tl.load(seeds + term).to(tl.uint64, bitcast=True)
                 scale = tl.load(scales + member * TERMS + term)
-                moved += scaled_noise(scale, seed, key, row, table, table, table, 1, 0, KIND, FLAT, R)
+                moved += scaled_noise(scale, seed, key, row, table, KIND, R)
             tl.store(out + member * count + at, moved.to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "width", "rank"])
 def update(
     value,
     count,
@@ -156,6 +166,7 @@ def update(
     width,
     rank,
     unit,
+    ALIGNED: tl.constexpr,
     TERMS: tl.constexpr,
     KIND: tl.constexpr,
     FLAT: tl.constexpr,
@@ -165,7 +176,7 @@ def update(
 ):
     """θ ← fl(keep·θ), then fl(θ − fl(c·z)) a term at a time, in place. Sixteen-bit weights come as int16 bit patterns.
 
-    Low-rank factors of term k are left[k, :rows] and right[k, :width]; `unit` is their 1/√r, else one.
+    Low-rank factors of term k are left[k, :rows] and right[k, :width], and `unit` is their 1/√r.
     """
     at, real, key, round_key, row = rows_of(keys, index, count, FLAT, R)
     held = tl.load(value + at, mask=real, other=0)
@@ -180,32 +191,37 @@ def update(
     for term in range(TERMS):
         seed = tl.load(seeds + term).to(tl.uint64, bitcast=True)
         coef = tl.load(coefs + 1 + term)
-        step = scaled_noise(
-            coef * unit, seed, key, row, table, left + term * rows, right + term * width, width, rank, KIND, FLAT, R
-        )
+        if KIND == FACTORS:
+            step = scaled_product(
+                coef * unit, row, real, left + term * rows, right + term * width, rows, width, rank, ALIGNED
+            )
+        else:
+            step = scaled_noise(coef, seed, key, row, table, KIND, R)
         acc = tl.where(coef != 0.0, acc - step, acc)  # −0 would not survive −0 − (−0)
     if DTYPE == FLOAT32:
         tl.store(value + at, acc, mask=real)
     else:
         seed = tl.load(seeds).to(tl.uint64, bitcast=True)
-        if FLAT:
-            random = lanes(seed, round_key[:, None], row, R)
-        else:
-            random = lanes(seed, round_key, row, R)
+        random = lanes(seed, round_key, row, R)
         tl.store(value + at, rounded(acc, random, DTYPE), mask=real)
 
 
-@triton.jit
-def words(out, count, first, seeds, keys, B: tl.constexpr):
-    """Words [first, first + count) of a stream."""
+@triton.jit(do_not_specialize=["count", "first", "per_row"])
+def words(out, count, first, rows, per_row, seeds, keys, PICKED: tl.constexpr, B: tl.constexpr):
+    """Words [first, first + count) of a stream; or, of a stream with `per_row` words a row, those of the rows picked."""
     place = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     seed = tl.load(seeds).to(tl.uint64, bitcast=True)
     key = tl.load(keys).to(tl.uint64, bitcast=True)
-    found = word(seed, key, (place + first).to(tl.uint64))
+    if PICKED:
+        line = place // per_row
+        number = tl.load(rows + line, mask=place < count, other=0) * per_row + (place - line * per_row)
+    else:
+        number = place + first
+    found = word(seed, key, number.to(tl.uint64))
     tl.store(out + place, found.to(tl.int64, bitcast=True), mask=place < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def factor_rows(out, count, seeds, keys, RANK: tl.constexpr, B: tl.constexpr):
     """out[k, i]: the RANK signs of row i of a low-rank factor under seed k, as bits of one number."""
     place = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)

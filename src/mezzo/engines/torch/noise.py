@@ -13,7 +13,9 @@ from torch import Tensor
 
 from mezzo import noise, rounding
 
-CACHED_BYTES = 256 * 2**20
+CACHED_BYTES = 16 * 2**20
+WHOLE_BYTES = CACHED_BYTES // 4
+"""A longer stream is made a part at a time and not remembered: noise must not take the room of the weights."""
 ALIGN = 64  # tensors laid side by side start at multiples of this many elements: whole words, whatever the kind
 
 
@@ -28,10 +30,13 @@ class NoiseSource:
 
     def dense(self, seed: int, name: str, count: int, start: int = 0, stop: int | None = None) -> Tensor:
         """Elements [start, stop) of the flattened noise of a tensor of `count` elements; `start` is a multiple of 64."""
-        packed = self.packed(seed, name, count)
-        stop = count if stop is None else stop
-        per = noise.BITS[self.kind]
-        return self.spread(packed[start * per // 8 : -(-stop // ALIGN) * ALIGN * per // 8], None)[: stop - start]
+        stop, per_align = count if stop is None else stop, noise.BITS[self.kind]  # words that ALIGN elements take
+        first, last = start // ALIGN * per_align, -(-stop // ALIGN) * per_align
+        if self._is_long(count):
+            part = self.stream(seed, name, first, last)
+        else:
+            part = self.packed(seed, name, count)[8 * first : 8 * last]
+        return self.spread(part, None)[: stop - start]
 
     def rounding(self, seed: int, name: str, start: int, stop: int) -> Tensor:
         """Bytes that hold the sixteen rounding bits of each element in [start, stop)."""
@@ -42,6 +47,11 @@ class NoiseSource:
     def rows(self, seed: int, name: str, shape: tuple[int, int], ids: Tensor) -> Tensor:
         """Rows `ids` of a matrix's noise, without spreading the others."""
         count, width = shape
+        words, rest = divmod(width * noise.BITS[self.kind], 64)
+        if not rest and self._is_long(count * width):
+            distinct, back = torch.unique(ids, return_inverse=True)
+            parts = [self.stream(seed, name, words * row, words * (row + 1)) for row in distinct.tolist()]
+            return self.spread(torch.cat(parts), None).view(-1, width)[back]
         packed = self.packed(seed, name, count * width)
         per_row, rest = divmod(width * noise.BITS[self.kind], 8)
         if rest:
@@ -57,6 +67,9 @@ class NoiseSource:
             for side, size in (("U", out), ("V", inner))
         )
         return left, right
+
+    def _is_long(self, count: int) -> bool:
+        return count * noise.BITS[self.kind] > 8 * WHOLE_BYTES
 
     def packed(self, seed: int, name: str, count: int, kind: noise.Kind | None = None) -> Tensor:
         """The stream's bytes for `count` elements, rounded up to 64 elements, on the device."""

@@ -55,14 +55,14 @@ class Plain:
         def bits() -> Tensor:
             return self.source.rounding_side_by_side(rounding.seed_of(move.update), flat.named)
 
-        _move(flat.values, flat.decay, move.update, lambda seed: self._flat_noise(flat, seed), bits)
+        move_values(flat.values, flat.decay, move.update, lambda seed: self._flat_noise(flat, seed), bits)
 
     def move(self, trained: Trained, value: Tensor, move: Move) -> None:
         """A matrix after the move, in place."""
         flat, update = value.view(-1), move.update
         scaled = [(seed, noise.factor_scale(coef, trained.rank)) for seed, coef in update.terms]
         for start, stop in self._pieces(trained, value):
-            _move(
+            move_values(
                 flat[start:stop],
                 trained.decay,
                 Update(tuple(scaled), update.keep),
@@ -91,7 +91,7 @@ class Plain:
             yield start, min(start + size, value.numel())
 
 
-def _move(
+def move_values(
     values: Tensor, decays: bool, update: Update, noise_of: Callable[[int], Tensor], bits: Callable[[], Tensor]
 ) -> None:
     """acc = fl(keep·θ), then fl(acc − fl(c·z)) a term at a time in float32: separate operations, so that every machine rounds

@@ -122,6 +122,7 @@ class Population:
         trained, value = self.trained[name], self.large[name]
         count = self.members * value.numel()
         if self._scratch.numel() < count:
+            self._scratch = torch.empty(0)  # let go of the smaller one first
             self._scratch = torch.empty(count, device=value.device, dtype=self.compute)
         out = self._scratch[:count].view(self.members, *value.shape)
         self.work.members(trained, value, self.point, out)

@@ -1,0 +1,100 @@
+"""How fast a GPU makes members and updates of a whole model's tensors: milliseconds and GB/s, beside a plain copy.
+
+python benchmarks/noise_kernels.py --rounds 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from mezzo.engines.torch.fused import DeviceNoise, Fused
+from mezzo.engines.torch.points import Move, Point
+from mezzo.types import Probe, Trained, Update
+
+LAYER = [(1024, 1024)] * 4 + [(4096, 1024), (1024, 4096)]
+ROBERTA_LARGE = [(50265, 1024), (514, 1024), *LAYER * 24, (1024, 1024)]
+"""The matrices of RoBERTa-large: 355M weights."""
+
+
+def milliseconds(work: Callable[[], None], rounds: int) -> tuple[float, float]:
+    """Median time of a CUDA graph of the work, and of launching it kernel by kernel."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return timed(graph.replay, rounds), timed(work, max(3, rounds // 4))
+
+
+def timed(work: Callable[[], None], rounds: int) -> float:
+    found = []
+    for _ in range(rounds):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end))
+    return statistics.median(found)
+
+
+def rows_of(name: str, noises: list[str], rounds: int) -> Iterator[dict[str, object]]:
+    """One type's rows: a copy of the weights, then members and updates with each noise."""
+    device, dtype = torch.device("cuda"), getattr(torch, name)
+    point = Point((Probe(((7, 1e-3),)), Probe(((7, -1e-3),))), device)
+    move = Move(Update(((7, 2.0**-20),)), device)
+    values = [torch.randn(shape, device=device).mul_(0.02).to(dtype) for shape in ROBERTA_LARGE]
+    scratch = torch.empty(2 * max(value.numel() for value in values), dtype=dtype, device=device)
+
+    def row(what: str, noise: str, work: Callable[[], None], passes: int) -> dict[str, object]:
+        graph, eager = milliseconds(work, rounds)
+        size = passes * sum(value.numel() for value in values) * dtype.itemsize
+        figures = {"ms": round(graph, 3), "launched_ms": round(eager, 2), "GB/s": round(size / graph / 1e6)}
+        return {"what": what, "noise": noise, "dtype": name, **figures}
+
+    def copy() -> None:
+        for value in values:
+            scratch[: value.numel()].view_as(value).copy_(value)
+
+    def perturb(fused: Fused, rank: int) -> None:
+        for index, value in enumerate(values):
+            trained, out = Trained(f"t{index}", value.shape, "matrix", rank), scratch[: 2 * value.numel()]
+            fused.members(trained, value, point, out.view(2, *value.shape))
+
+    def update(fused: Fused, rank: int) -> None:
+        for index, value in enumerate(values):
+            fused.move(Trained(f"t{index}", value.shape, "matrix", rank), value, move)
+
+    yield row("copy", "", copy, 2)
+    for noise in noises:
+        fused = Fused(DeviceNoise("gaussian" if noise == "gaussian" else "rademacher", device))
+        rank = 8 if noise == "lowrank" else 0
+        if not rank:  # low-rank noise is added to activations
+            yield row("both signs", noise, partial(perturb, fused, rank), 3)
+        yield row("update", noise, partial(update, fused, rank), 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--dtype", default="float32,bfloat16,float16")
+    parser.add_argument("--noise", default="rademacher,gaussian,lowrank")
+    options = parser.parse_args()
+    found = []
+    for name in options.dtype.split(","):
+        for row in rows_of(name, options.noise.split(","), options.rounds):
+            print(json.dumps(row), flush=True)
+            found.append(row)
+    print("| what | noise | dtype | ms | GB/s |\n|---|---|---|---|---|")
+    for row in sorted(found, key=lambda row: (str(row["what"]), str(row["noise"]))):
+        print(f"| {row['what']} | {row['noise']} | {row['dtype']} | {row['ms']} | {row['GB/s']} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""What a step costs on SGLang: against the torch engine, and against bare scoring calls of SGLang itself.
+
+python benchmarks/sglang_step.py [--model llama-1b] [--dtype bfloat16] [--batch 64] [--length 32] [--shared 480] [--rounds 5]
+
+Both engines run on one device and take turns in one process. A step is both signs of one direction and the update. `llama-1b` is
+a Llama of that shape with random weights, made on the spot. With --shared, a second table has prompts of which that many tokens
+are the same, as demonstrations are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mezzo.engines import open_engine
+from mezzo.engines.base import EngineSpec
+from mezzo.engines.sglang import requests
+from mezzo.engines.sglang.rows import rows_of
+from mezzo.space import Space
+from mezzo.types import Batch, Probe, Prompt, Readout, Update
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+EPS = 1e-2
+
+
+def made(folder: Path, dtype: str) -> str:
+    """A checkpoint of Llama's 1B shape."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = LlamaForCausalLM(config).to(getattr(torch, dtype))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def batch_of(count: int, length: int, shared: int, seed: int) -> Batch:
+    rng = np.random.default_rng(seed)
+
+    def tokens(size: int) -> tuple[int, ...]:
+        return tuple(int(token) for token in rng.integers(5, 7000, size=size))
+
+    prefix = tokens(shared)
+    return Batch(
+        tuple(Prompt(prefix + tokens(length), label=index % 2) for index in range(count)),
+        Readout("words", words=(300, 900)),
+    )
+
+
+def step(engine: Any, batch: Batch, number: int) -> Any:
+    scores = engine.score(batch, (Probe(((number, EPS),)), Probe(((number, -EPS),))))
+    engine.apply([Update(((number, float(np.float32(1e-5))),))])
+    return scores
+
+
+def bare(engine: Any, batch: Batch) -> None:
+    """Two whole batches through the workers, under no adapter."""
+    for _ in range(2):
+        engine.channel.call("score_base", batch=batch, rows=len(batch))
+
+
+def requested(engine: Any, batch: Batch) -> None:
+    """Two whole batches through SGLang's own requests, under no adapter."""
+    rows = rows_of(batch)
+    for _ in range(2):
+        engine.engine.generate(**requests.request(rows, [None] * len(rows), batch.readout))
+        while not engine.channel.call("idle"):
+            time.sleep(0.001)
+
+
+def in_turns(cases: dict[str, Callable[[Batch, int], object]], batches: list[Batch]) -> dict[str, list[float]]:
+    """Milliseconds of each case on each batch; the first batch warms up."""
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for number, batch in enumerate(batches):
+        for name, run in cases.items():
+            began = time.perf_counter()
+            run(batch, number + 1)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            times[name].append(1e3 * (time.perf_counter() - began))
+    return {name: values[2:] for name, values in times.items()}
+
+
+def agreement(sglang: Any, reference: Any, batch: Batch) -> dict[str, float]:
+    """How alike the engines' scores are, and the difference between the two signs that a slope is made of."""
+    ours, theirs = (step(engine, batch, 77) for engine in (sglang, reference))
+    ours, theirs = (scores - scores.mean(-1, keepdims=True) for scores in (ours, theirs))
+    signs = np.corrcoef((ours[0] - ours[1]).ravel(), (theirs[0] - theirs[1]).ravel())[0, 1]
+    return {"largest": float(np.abs(ours - theirs).max()), "correlation of signs": float(signs)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-1b")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--length", type=int, default=32)
+    parser.add_argument("--shared", type=int, default=480)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("sglang_step.json"))
+    parser.add_argument("--kernels", action="store_true", help="also list the device's kernels of one step")
+    options = parser.parse_args()
+    began = time.perf_counter()
+    found: dict[str, Any] = {"options": {k: str(v) for k, v in vars(options).items()}, "seconds": {}}
+
+    def note(what: str) -> None:
+        found["seconds"][what] = round(time.perf_counter() - began, 1)
+        options.out.write_text(json.dumps(found, indent=1))
+        print(f"[{found['seconds'][what]:6.1f} s] {what}", flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = made(Path(folder), options.dtype) if options.model == "llama-1b" else options.model
+        note("checkpoint")
+        spec = EngineSpec(
+            model,
+            "causal",
+            Space("lora", rank=8, alpha=16, targets=TARGETS),
+            rows=options.batch,
+            seed=1,
+            device=options.device,
+            dtype=options.dtype,
+        )
+        sglang = open_engine("sglang", spec)
+        note("sglang started")
+        try:
+            reference = open_engine("torch", spec)
+            note("torch started")
+            measure(sglang, reference, options, found, note)
+        finally:
+            sglang.close()
+
+
+def measure(sglang: Any, reference: Any, options: Any, found: dict[str, Any], note: Callable[[str], None]) -> None:
+    count, length = options.batch, options.length
+
+    def shared_or_not(share: bool, batch: Batch, number: int) -> None:
+        sglang.share_prefixes = share
+        step(sglang, batch, number)
+        sglang.share_prefixes = True
+
+    start = Update(((5, float(np.float32(0.01))),))  # LoRA's B is zero at first, and A's noise then changes nothing
+    for engine in (sglang, reference):
+        engine.apply([start])
+    found["agreement"] = agreement(sglang, reference, batch_of(count, length, 0, 99))
+    found["agreement"]["same weights"] = sglang.digest() == reference.digest()
+    note(f"agreement {found['agreement']}")
+    for name, shared in (("short", 0), ("shared", options.shared))[: 2 if options.shared else 1]:
+        batches = [batch_of(count, length, shared, seed) for seed in range(options.rounds + 2)]
+        cases: dict[str, Callable[[Batch, int], object]] = {
+            "torch step": lambda batch, n: step(reference, batch, n),
+            "sglang step": lambda batch, n: step(sglang, batch, n),
+            "sglang, two bare calls": lambda batch, n: bare(sglang, batch),
+            "sglang, two calls of requests": lambda batch, n: requested(sglang, batch),
+        }
+        if shared:
+            cases["sglang step, nothing shared"] = lambda batch, n: shared_or_not(False, batch, n)
+        before = sglang.count.cached
+        times = in_turns(cases, batches)
+        found[name] = {
+            case: {"median": statistics.median(values), "all": [round(v, 2) for v in values]}
+            for case, values in times.items()
+        }
+        found[name]["cached tokens a step"] = (sglang.count.cached - before) // len(batches)
+        note(name)
+        print(table(found[name]), flush=True)
+    ask = {"batch": batch_of(count, length, 0, 55), "probes": (Probe(((8, EPS),)), Probe(((8, -EPS),)))}
+    ask |= {"rows": count, "members": 2, "share": True}
+    for kernels in (False, True)[: 2 if options.kernels else 1]:
+        text = sglang.channel.call("profile", work="score", values=ask, kernels=kernels)
+        options.out.with_suffix(".kernels.txt" if kernels else ".host.txt").write_text(text)
+        note("kernels" if kernels else "profile")
+
+
+def table(times: dict[str, Any]) -> str:
+    base = times["torch step"]["median"]
+    lines = [
+        f"| {case} | {values['median']:.1f} | {min(values['all']):.1f}–{max(values['all']):.1f} | {values['median'] / base:.2f} |"
+        for case, values in times.items()
+        if isinstance(values, dict)
+    ]
+    return "\n".join(["| what | ms | range | × torch |", "|---|---|---|---|", *lines])
+
+
+if __name__ == "__main__":
+    main()

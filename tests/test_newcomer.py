@@ -1,0 +1,218 @@
+"""What a newcomer gets wrong, from an empty folder: every mistake is answered by what happened and what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mezzo.cli import main
+from tests.conftest import SENTENCES
+
+ROWS = [(text, label) for label, texts in SENTENCES.items() for text in texts]
+GOOD = (
+    "--model",
+    "model",
+    "--task",
+    "sst-2",
+    "--train",
+    "reviews.csv",
+    "--dev",
+    "reviews.csv",
+    "--steps",
+    "4",
+    "--threads",
+    "1",
+)
+
+
+@pytest.fixture
+def folder(tiny_folder, tmp_path, monkeypatch):
+    """An empty folder and what a newcomer has put into it."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_folder, "model")
+    table("reviews.csv", "text,label", ((text, label) for text, label in ROWS))
+    table("stars.csv", "id,note,verdict", ((number, text, label) for number, (text, label) in enumerate(ROWS)))
+    table("odd.csv", "text,label", ((text, {"negative": "bad", "positive": "good"}[label]) for text, label in ROWS))
+    table("ids.csv", "text,label", ((text, 1 + (label == "positive")) for text, label in ROWS))
+    Path("latin.csv").write_bytes("text,label\nun café,positive\n".encode("latin-1"))
+    Path("run.toml").write_text("[method]\nlearning_rate = 1e-6\n")
+    Path("tickets.toml").write_text('columns = ["text"]\ntemplate = "{text} This is [MASK]."\nlabels = ["a", "b"]\n')
+    maskless = Path(shutil.copytree("model", "maskless"))
+    settings = json.loads((maskless / "tokenizer_config.json").read_text())
+    (maskless / "tokenizer_config.json").write_text(json.dumps({**settings, "mask_token": None}))
+    return tmp_path
+
+
+def table(name: str, header: str, rows) -> None:
+    Path(name).write_text("\n".join([header, *(",".join(map(str, row)) for row in rows)]) + "\n")
+
+
+def call(*arguments: str) -> int:
+    try:
+        return main(list(arguments))
+    except SystemExit as left:  # argparse leaves by itself
+        return int(left.code or 0)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What is typed, and what must be in the one line of the answer."""
+
+    typed: tuple[str, ...]
+    happened: str
+    todo: str
+
+
+def train(**changes: str) -> tuple[str, ...]:
+    """The good command with some options changed."""
+    words = dict(zip(GOOD[::2], GOOD[1::2], strict=True)) | {f"--{k.replace('_', '-')}": v for k, v in changes.items()}
+    return ("train", *(part for pair in words.items() for part in pair))
+
+
+MISTAKES = {
+    "wrong column": Mistake(
+        train(train="stars.csv"), "no column 'text'; found 'id', 'note', 'verdict'", "--columns text=NAME"
+    ),
+    "wrong label": Mistake(train(train="odd.csv"), "unknown label 'bad'", "labels are negative, positive"),
+    "ids from one": Mistake(train(train="ids.csv"), "unknown label '2'", "ids are 0 negative, 1 positive"),
+    "file not found": Mistake(train(train="review.csv"), "no file 'review.csv'", "did you mean 'reviews.csv'?"),
+    "other encoding": Mistake(train(train="latin.csv"), "not UTF-8", "encoding='latin-1'"),
+    "no mask in the template": Mistake(train(template="{text} It was so."), "has no mask", "put [MASK]"),
+    "no mask token": Mistake(train(model="maskless"), "has no mask token", "use a masked language model"),
+    "unknown model": Mistake(train(model="roberta-hugh"), "neither bundled nor a local folder", "Pass a local folder"),
+    "model folder not found": Mistake(train(model="./modle"), "no folder ./modle", "pass an existing model folder"),
+    "unknown task": Mistake(train(task="sts-2"), "unknown task 'sts-2'", "did you mean 'sst-2'?"),
+    "task file without words": Mistake(train(task="tickets.toml"), "'tickets'", "word"),
+    "word of several tokens": Mistake(
+        train(words="negative=terrible,positive=magnificent"), "'magnificent' of label 'positive' is", "must be one"
+    ),
+    "not a number": Mistake(train(lr="small"), "lr must be a number", "not 'small'"),
+    "unknown space": Mistake(train(space="lorra"), "'lorra'", "did you mean 'lora'"),
+    "too few examples": Mistake(train(k="100"), "label 'negative' has 8 rows", "give more data, or k=4"),
+    "option misspelt": Mistake(
+        ("train", "--learning-rate", "1e-6"), "unknown option --learning-rate", "did you mean '--lr'?"
+    ),
+    "config misspelt": Mistake(
+        ("train", "--config", "run.toml"), "unknown option 'method.learning_rate'", "did you mean 'lr'?"
+    ),
+    "verb misspelt": Mistake(("trian",), "'trian' is not one of train", "did you mean 'train'?"),
+    "no data for the task": Mistake(
+        ("train", "--task", "trec"), "task 'trec' has no bundled data", "pass --train FILE"
+    ),
+    "no such run": Mistake(("eval", "runs/mine"), "runs/mine does not exist", ""),
+    "GPU wanted": Mistake(train(device="cuda"), "sees no GPU", "use --device cpu"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_before_training_is_one_line_and_leaves_nothing(name, folder, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    mistake, before = MISTAKES[name], set(folder.iterdir())
+    assert call(*mistake.typed) == 2
+    out, err = capsys.readouterr()
+    assert mistake.happened in err
+    assert mistake.todo in err
+    assert len(err.strip().splitlines()) == 1, err
+    assert "Traceback" not in out + err
+    assert set(folder.iterdir()) == before, "nothing is left behind"
+
+
+def test_the_advice_about_columns_works(folder, capsys):
+    found = ("--columns", "text=note,label=verdict")
+    assert call(*train(train="stars.csv", dev="stars.csv", out="run"), *found, "--json") == 0
+    (first, second) = (json.loads(capsys.readouterr().out.splitlines()[-1]), call(*train(out="plain"), "--json"))
+    assert second == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["digest"] == first["digest"], (
+        "the same data, the same run"
+    )
+    assert call("eval", "run", "--data", "stars.csv") == 0, "the run remembers"
+    assert call("predict", "run", "--data", "stars.csv") == 0
+    capsys.readouterr()
+    assert call("eval", "run", "--data", "reviews.csv") == 2
+    assert "no column 'note' for 'text'; found 'text', 'label'" in capsys.readouterr().err
+    assert call("eval", "run", "--data", "reviews.csv", "--columns", "text=text,label=label") == 0
+    assert call(*train(columns="note")) == 2
+    assert "columns are pairs such as text=body,label=stars, not 'note'" in capsys.readouterr().err
+
+
+def test_a_learning_rate_that_is_too_high(folder, capsys):
+    wild = {"space": "full", "steps": "60", "eval_every": "30", "eps": "1e-3"}
+    assert call(*train(**wild, lr="3e-2", out="wild")) == 0
+    out, err = capsys.readouterr()
+    assert "warning: the run is diverging: the loss was" in err
+    assert "Start again with an --lr three to ten times smaller" in err
+    assert re.search(r"^verdict +diverged", out, re.M)
+    assert call(*train(**wild, lr="1e10", out="wilder")) == 1
+    err = capsys.readouterr().err
+    assert "the loss was not a number for 20 steps in a row" in err
+    assert "A smaller --lr or --eps usually helps" in err
+    assert call("report", "wilder") == 0
+    assert "wilder: diverged" in capsys.readouterr().out
+
+
+def test_a_finished_run_resumed_and_a_folder_used_twice(folder, capsys):
+    assert call(*train(out="run")) == 0
+    capsys.readouterr()
+    assert call("train", "--resume", "run") == 0
+    err = capsys.readouterr().err
+    assert "this run has finished: its 4 steps are done" in err
+    assert "Train on with --resume run --steps N, N more than 4" in err
+    assert call("train", "--resume", "run", "--steps", "6") == 0
+    capsys.readouterr()
+    for typed, message in (
+        (train(out="run"), "run holds a run already: continue it with --resume run, or choose another --out"),
+        (("train", "--resume", "run", "--lr", "1"), "a resumed run keeps its settings; lr cannot change"),
+        (("export", "run", "zip"), "a run is exported as adapter, model or journal, not 'zip'"),
+        (("eval", "run", "--data", "reviews.csv", "--at", "99"), "the journal holds steps 0 to 6; there is no step 99"),
+    ):
+        assert call(*typed) == 2
+        err = capsys.readouterr().err
+        assert message in err
+        assert len(err.strip().splitlines()) == 1
+
+
+def test_a_batch_larger_than_the_data_is_said(folder, capsys):
+    assert call(*train(batch_size="512", out="run")) == 0
+    assert (
+        "--batch-size 512 is more than the 16 training examples: every step sees all of them" in capsys.readouterr().err
+    )
+
+
+LITTLE_MEMORY = """
+import resource, sys
+import torch, transformers, mezzo.api
+from mezzo.cli import main
+torch.set_num_threads(1)
+now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + 400 * 2**20,) * 2)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
+def test_a_batch_larger_than_the_memory(tmp_path):
+    typed = [
+        "train",
+        "--batch-size",
+        "900",
+        "--micro-batch",
+        "900",
+        "--steps",
+        "1",
+        "--eval-limit",
+        "4",
+        "--threads",
+        "1",
+    ]
+    done = subprocess.run([sys.executable, "-c", LITTLE_MEMORY, *typed], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "cpu is out of memory with 900 examples and 2 probes in one forward" in done.stderr
+    assert "start again with a smaller --micro-batch" in done.stderr
+    assert "Traceback" not in done.stderr
