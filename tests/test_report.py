@@ -144,7 +144,7 @@ def test_runs_that_did_not_end_say_so(run, tiny_folder, tiny_data, tmp_path):
     assert failed.verdict.word == "diverged"
     assert "smaller --lr" in failed.verdict.reason
     assert failed.skipped >= 20
-    mezzo.report(tmp_path / "nan", run)
+    assert mezzo.report(tmp_path / "nan", run, out=tmp_path / "both.html").is_file()
 
 
 def test_plots_are_files_too(finished, tmp_path, capsys):
