@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
@@ -13,6 +14,7 @@ from transformers import AutoModelForMaskedLM
 
 import mezzo
 from mezzo import api
+from mezzo.cards import card
 from mezzo.cli import main
 from mezzo.errors import ModelError
 
@@ -56,6 +58,24 @@ def test_the_card_has_the_runs_numbers_and_its_code_loads(run, tmp_path, capfd):
     at_zero = tmp_path / "zero"
     mezzo.export(run.out, "adapter", at_zero, at=0)
     assert "after 0 steps" in (at_zero / "README.md").read_text()
+
+
+def test_a_prefix_has_a_card_whose_code_loads(tiny_folder, tiny_data, tmp_path):
+    options = {"task": "sst-2", "train": tiny_data, "dev": tiny_data, "threads": 1, "batch_size": 4, "space": "prefix"}
+    run = mezzo.finetune(tiny_folder, **options, steps=2, out=str(tmp_path / "run"))
+    folder = mezzo.export(run.out, "adapter")
+    (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.S)
+    exec(code.replace("THIS FOLDER", str(folder)).replace(f'"{Path(tiny_folder).name}"', f'"{tiny_folder}"'), {})
+
+
+def test_a_strangers_words_do_not_become_code_of_the_card(run):
+    header = api.open_journal(run.out).header
+    name = 'x"); import os; os.system("echo'
+    text = card("adapter", {**header, "config": {**header["config"], "model": name + "\n# more"}}, [], 1, 2)
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    strings = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
+    assert name + " # more" in strings
+    assert not [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import)]
 
 
 def test_a_strangers_journal_and_the_base_model_give_the_model(run, tmp_path, monkeypatch, capsys):

@@ -144,7 +144,7 @@ def test_runs_that_did_not_end_say_so(run, tiny_folder, tiny_data, tmp_path):
     assert failed.verdict.word == "diverged"
     assert "smaller --lr" in failed.verdict.reason
     assert failed.skipped >= 20
-    mezzo.report(tmp_path / "nan", run)
+    assert mezzo.report(tmp_path / "nan", run, out=tmp_path / "both.html").is_file()
 
 
 def test_plots_are_files_too(finished, tmp_path, capsys):
@@ -243,6 +243,8 @@ def test_it_reads_well_in_a_browser(finished, run, browser, width, tmp_path):
             const box = text.getBoundingClientRect(), frame = text.closest('svg').getBoundingClientRect();
             return box.left < frame.left - 1 || box.right > frame.right + 1; }).map(text => text.textContent)"""
         assert page.evaluate(covered) == [], "no label is cut off"
+        wide = "[...document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth).length"
+        assert page.evaluate(wide) == 0 or len(runs) > 1, "a run's own tables fit without scrolling sideways"
         assert page.locator(".mistake").count() == sum(
             bool(story_of(r).mistakes) * len(story_of(r).mistakes) for r in runs
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from mezzo import __version__
 from mezzo.engines.hub import BUNDLED
 
 LIBRARY = {"adapter": "peft", "model": "transformers"}
+PEFT = ("from peft import PeftModel", "PeftModel.from_pretrained")
 AUTO = {"masked": "AutoModelForMaskedLM", "causal": "AutoModelForCausalLM"}
 
 
@@ -18,7 +20,7 @@ def card(kind: str, header: Mapping[str, Any], events: Sequence[Mapping[str, Any
     """The card's text. `events` are the run's metrics, where there are any: a compact journal has none."""
     config, task = header["config"], header["task"]
     lines = [
-        *_front(kind, str(config["model"])),
+        *_front("mezzo" if config["space"] == "prefix" else LIBRARY[kind], str(config["model"])),
         f"# {task['name']}: {_short(str(config['model']))} after {step} steps of MeZO",
         "",
         f"Fine-tuned with forward passes only by mezzo {__version__}: {config['space']} trained on the task `{task['name']}`, "
@@ -41,10 +43,11 @@ def card(kind: str, header: Mapping[str, Any], events: Sequence[Mapping[str, Any
     return "\n".join(lines)
 
 
-def _front(kind: str, model: str) -> list[str]:
+def _front(library: str, model: str) -> list[str]:
     """What a model hub reads; a folder of this machine is not named there."""
-    known = [f"base_model: {model}"] if not (os.path.isabs(model) or model.startswith((".", BUNDLED))) else []
-    return ["---", f"library_name: {LIBRARY[kind]}", *known, "tags: [mezo, zeroth-order, mezzo]", "---", ""]
+    ours = os.path.isabs(model) or model.startswith((".", BUNDLED))
+    known = [] if ours else [f"base_model: {json.dumps(_short(model))}"]
+    return ["---", f"library_name: {library}", *known, "tags: [mezo, zeroth-order, mezzo]", "---", ""]
 
 
 def _results(events: Sequence[Mapping[str, Any]], step: int) -> list[str]:
@@ -91,6 +94,7 @@ def _method(config: Mapping[str, Any], header: Mapping[str, Any]) -> list[str]:
 
 
 def _loading(kind: str, config: Mapping[str, Any], family: str, head: bool) -> str:
+    """Code that loads it. What it takes from the journal, which may be a stranger's, is quoted, never code."""
     model = str(config["model"])
     auto = "AutoModelForSequenceClassification" if head else AUTO[family]
     if kind == "model":
@@ -100,15 +104,16 @@ from transformers import AutoTokenizer, {auto}
 model = {auto}.from_pretrained("THIS FOLDER")
 tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")
 ```"""
-    bundled = model.startswith(BUNDLED)
-    base = f'locate("{model}")' if bundled else f'"{_short(model)}"'
-    found = "from mezzo.engines.hub import locate\n" if bundled else ""
+    name = json.dumps(_short(model))
+    base = f"locate({name})" if model.startswith(BUNDLED) else name
+    found = "from mezzo.engines.hub import locate\n" if model.startswith(BUNDLED) else ""
+    imported, put = ("from mezzo import load_prefix", "load_prefix") if config["space"] == "prefix" else PEFT
     return f"""```python
-{found}from peft import PeftModel
+{found}{imported}
 from transformers import {auto}
 
-base = {auto}.from_pretrained({base}, dtype="{config.get("dtype", "float32")}")
-model = PeftModel.from_pretrained(base, "THIS FOLDER")
+base = {auto}.from_pretrained({base}, dtype={json.dumps(str(config.get("dtype", "float32")))})
+model = {put}(base, "THIS FOLDER")
 ```"""
 
 
@@ -119,4 +124,4 @@ def _words(task: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _short(model: str) -> str:
     """A local folder by its name only: the rest is nobody's business."""
-    return os.path.basename(model.rstrip("/")) if os.path.isabs(model) else model
+    return " ".join((os.path.basename(model.rstrip("/")) if os.path.isabs(model) else model).split())

@@ -137,8 +137,8 @@ def _watch(options: Namespace) -> Any:
         reports.story_of(run)  # a mistake is told here, not in the browser
     with reports.server(options.runs, options.port) as server:
         url = f"http://127.0.0.1:{server.server_port}/"
-        print(f"the report is at {url} (Ctrl-C ends it)", file=sys.stderr, flush=True)
         with contextlib.suppress(KeyboardInterrupt):
+            print(f"the report is at {url} (Ctrl-C ends it)", file=sys.stderr, flush=True)
             server.serve_forever()
     return {"url": url}
 

@@ -104,7 +104,7 @@ def _zero_shot_rows(look: Look | None) -> Iterator[str]:
 
 def _row(name: str, look: Look, chosen: bool = False) -> str:
     interval = parts.interval(look)
-    loss = f"{look.loss:.4f}" if math.isfinite(look.loss) else "–"
+    loss = f"{look.loss:.3f}" if math.isfinite(look.loss) else "–"
     cells = "".join(
         f'<td class="number">{cell}</td>'
         for cell in (f"{look.step:,}", f"{look.value:.1%}", interval, loss, f"{look.n:,}")
