@@ -83,7 +83,7 @@ class MeZOTrainer:
         with self._interrupts():
             self._look()  # a run that was killed between a step and its evaluation makes up for it
             while not (stopped := self._reason_to_stop(began)):
-                record = self._one_step(self.step)
+                record = self.one_step(self.step)
                 self.step += 1
                 yield record
                 self._look()
@@ -91,7 +91,8 @@ class MeZOTrainer:
         self.stopped = stopped
         self._finish()
 
-    def _one_step(self, step: int) -> StepRecord:
+    def one_step(self, step: int) -> StepRecord:
+        """The algorithm: everything else in this file decides when to do it."""
         batch = self.batches(step)
         probes = self.estimator.ask(step)
         scores = self.engine.score(batch, probes)
