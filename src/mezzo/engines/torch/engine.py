@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mezzo import noise
 from mezzo.engines.base import Unit
 from mezzo.engines.hub import refuse_pairs
-from mezzo.engines.torch import catalog, layers, prefix, trunk
+from mezzo.engines.torch import catalog, last_layer, layers, prefix, trunk
 from mezzo.engines.torch.inputs import Rows, pack, padded, picked
 from mezzo.engines.torch.noise import NoiseSource
 from mezzo.engines.torch.population import Population
@@ -80,6 +80,7 @@ class TorchEngine:
         self._adopt()
         layers.attach(self.model, self.population, space.scaling)
         prefix.attach(self.model, self.population, self.stated.get)
+        last_layer.attach(self.model, self.population)
         for body in catalog.trunks(self.model):
             body.register_forward_hook(self._keep_readout_positions)
 
@@ -282,7 +283,7 @@ class TorchEngine:
     def _forward(self, rows: Rows, batch: Batch) -> Tensor:
         population, members = self.population, len(self.population.probes)
         population.rows, population.length = rows.count, rows.ids.shape[1]
-        population.gather = rows.positions.to(self.device).repeat(members, 1) if rows.positions is not None else None
+        population.gather = self._read_at(rows, members)
         only_words = batch.readout.kind == "words" and not batch.readout.vocabulary
         population.words = torch.tensor(batch.readout.words, device=self.device) if only_words else None
         with self.trunk.standing_in(rows, members, self._alone) if self.trunk else nullcontext():
@@ -290,6 +291,13 @@ class TorchEngine:
         if population.gather is not None:  # no trunk of this model could be trimmed to the readout
             logits = picked(logits, population.gather)
         return rows.read(logits.float(), batch.readout, members)
+
+    def _read_at(self, rows: Rows, members: int) -> Tensor | None:
+        """[P·B, k]: the positions whose hidden states matter; None where all may."""
+        if rows.positions is not None:
+            return rows.positions.to(self.device).repeat(members, 1)
+        first = type(self.model).__name__ in last_layer.FIRST_TOKEN
+        return torch.zeros((members * rows.count, 1), dtype=torch.long, device=self.device) if first else None
 
     def inputs(self, rows: Rows, members: int) -> dict[str, Any]:
         # Behind a causal mask nothing before the readout sees the padding on its right.

@@ -51,7 +51,10 @@ class Population:
         self.diverged = False
         """True while members read tokens of their own: text that each of them generated."""
         self.words: Tensor | None = None
+        self.trims = True
+        """False: every layer computes every position, as the model's own code does."""
         self.gather: Tensor | None = None
+        """[P·B, k]: the positions that are read; whoever trims the hidden states to them sets it to None."""
 
     @property
     def source(self) -> NoiseSource:
@@ -97,6 +100,11 @@ class Population:
     @property
     def probes(self) -> tuple[Probe, ...]:
         return self.point.probes
+
+    def take_readout(self) -> Tensor | None:
+        """The positions that are read, for the one who trims the hidden states to them."""
+        taken, self.gather = (self.gather, None) if self.trims else (None, self.gather)
+        return taken
 
     @property
     def members(self) -> int:
