@@ -12,7 +12,6 @@ from mezzo import recipe
 from mezzo.bench import bench, contenders, shapes, timing
 from mezzo.bench.memory import Memory
 from mezzo.cli import main
-from mezzo.engines.base import Unit
 from mezzo.space import Space
 
 TINY = shapes._roberta(32, 2, 4, vocabulary=200)
@@ -22,7 +21,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def setting() -> contenders.Setting:
     batch = shapes.random_batch(TINY, count=4, length=12, spread=0.5)
-    return contenders.Setting(TINY, batch, Unit(4), 1, 24, torch.float32, CPU)
+    return contenders.Setting(TINY, batch, 4, 1, 24, torch.float32, CPU)
 
 
 def test_every_row_has_the_promised_keys(monkeypatch, capsys):

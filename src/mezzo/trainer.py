@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from mezzo.batches import Batches
-from mezzo.engines.base import Engine
+from mezzo.engines.base import Engine, Foresighted
 from mezzo.errors import JournalError, RunFailed
 from mezzo.estimators import Estimator
 from mezzo.evaluation import Evaluation
@@ -95,6 +95,8 @@ class MeZOTrainer:
         """The algorithm: everything else in this file decides when to do it."""
         batch = self.batches(step)
         probes = self.estimator.ask(step)
+        if isinstance(self.engine, Foresighted) and step + 1 < self.limits.steps:
+            self.engine.expect(lambda: self.batches(step + 1))
         scores = self.engine.score(batch, probes)
         losses = self.objective(scores, batch)
         slopes = self.estimator.tell(probes, losses)

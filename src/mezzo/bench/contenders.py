@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from mezzo import recipe
 from mezzo.bench.shapes import Shape, random_model
-from mezzo.engines.base import Unit
+from mezzo.engines.torch import unit_of
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.estimators import Spsa
 from mezzo.journal import Journal
@@ -21,7 +22,7 @@ from mezzo.objectives import cross_entropy
 from mezzo.optim import Sgd
 from mezzo.space import Space
 from mezzo.trainer import Limits, MeZOTrainer
-from mezzo.types import Batch, Probe
+from mezzo.types import Batch, Probe, Scores
 
 EPS, LR = 1e-3, 1e-7
 PAD = 1
@@ -34,7 +35,7 @@ class Setting:
 
     shape: Shape
     batch: Batch
-    unit: Unit
+    micro_batch: int | None
     samples: int
     max_length: int
     dtype: torch.dtype
@@ -42,8 +43,9 @@ class Setting:
 
     def engine(self, space: Space, kind: Kind = "rademacher") -> TorchEngine:
         model = random_model(self.shape, self.dtype, self.device)
+        unit = unit_of(self.micro_batch or len(self.batch), self.micro_batch is None, self.device.type)
         return TorchEngine(
-            model, space, noise_kind=kind, unit=self.unit, pad_id=PAD, device=self.device, base_digest="random weights"
+            model, space, noise_kind=kind, unit=unit, pad_id=PAD, device=self.device, base_digest="random weights"
         )
 
 
@@ -80,7 +82,12 @@ def bare(setting: Setting) -> Step:
     """Both rows of a pair through the unperturbed model, by the engine's own path: the floor of a step."""
     engine = setting.engine(Space(setting.shape.still))
     pair = (Probe(),) * (2 * setting.samples)
-    return lambda number: engine.score(setting.batch, pair)
+
+    def step(number: int) -> Scores:
+        engine.expect(lambda: setting.batch)
+        return engine.score(setting.batch, pair)
+
+    return step
 
 
 def ours(setting: Setting, space: Space, kind: Kind, folder: Path) -> Step:
@@ -92,6 +99,6 @@ def ours(setting: Setting, space: Space, kind: Kind, folder: Path) -> Step:
         cross_entropy,
         lambda step: setting.batch,
         Journal.create(folder, {}),
-        Limits(steps=0),
+        Limits(steps=sys.maxsize),
     )
     return trainer.one_step

@@ -77,7 +77,6 @@ def _compared(case: Case, spaces: list[tuple[str, str]], spread: float, rounds: 
     import torch
 
     from mezzo.bench import contenders, shapes, timing
-    from mezzo.engines.torch import unit_of
     from mezzo.engines.torch.load import device_of
 
     config = case.config
@@ -91,7 +90,7 @@ def _compared(case: Case, spaces: list[tuple[str, str]], spread: float, rounds: 
     setting = contenders.Setting(
         shape,
         batch,
-        unit_of(config.micro_batch or case.batch_size, config.micro_batch is None, device.type),
+        config.micro_batch,
         case.samples,
         max(longest, config.max_length or 128),
         getattr(torch, config.dtype),

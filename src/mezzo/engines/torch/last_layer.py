@@ -8,7 +8,7 @@ out here or is known to be position by position; any other model computes its la
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,11 +31,11 @@ IMPLEMENTATIONS = ("sdpa", "eager")
 """Attention functions that take any number of queries and a mask for each of them."""
 
 
-def attach(model: nn.Module, population: Population) -> None:
-    """Override the last layer where that is known to be exact."""
+def attach(model: nn.Module, population: Population, aside: Sequence[nn.Module] = ()) -> None:
+    """Override the last layer where that is known to be exact, and it is not one of those that step aside."""
     config: Any = model.config
     layer = _last_layer(model)
-    if layer is None or config._attn_implementation not in IMPLEMENTATIONS:
+    if layer is None or layer in aside or config._attn_implementation not in IMPLEMENTATIONS:
         return
     if type(layer).__name__ in ENCODERS and not config.is_decoder:
         _encoder(layer, population)
