@@ -65,6 +65,63 @@ def test_scores_equal_weights_written_in(make, space, kind, small):
     engine.check(batch, 1e-2)
 
 
+@pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
+def test_rows_of_an_embedding_have_the_noise_of_the_whole(kind):
+    from mezzo import noise
+    from mezzo.engines.torch.points import words_on
+    from mezzo.engines.torch.streams import moved_rows
+
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(50, 192)).astype(np.float32)
+    ids, seed = np.array([[3, 49, 0], [3, 7, 7]]), 2**63 + 11
+    key, bits = words_on(DEVICE, [noise.name_hash("w")]), words_on(DEVICE, [seed])
+    scales = torch.tensor([0.1, -0.1, 0.03], device=DEVICE)
+    tensors = (torch.from_numpy(values).to(DEVICE) for values in (table, ids))
+    found = moved_rows(*tensors, key, bits, scales, kind).cpu().numpy()
+    z = noise.dense(kind, seed, "w", 0, table.size).reshape(table.shape)
+    expected = [(table + scale * z)[ids] for scale in scales.tolist()]
+    np.testing.assert_allclose(found, np.array(expected, dtype=np.float32), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "low-rank"])
+def test_thin_products_equal_float64(lora, dtype):
+    from mezzo.engines.torch import thin
+
+    rng = np.random.default_rng(0)
+    members, rows, inner, outer, rank, modules = 2, 40, 96, 160, 8, 2
+    x, scales, factor = rng.normal(size=(members * rows, inner)), (1e-2, -1e-2), 2.0
+
+    def signs(*shape: int) -> np.ndarray:
+        return rng.choice([-1.0, 1.0], size=shape)
+
+    down, up = (rng.normal(size=size) * 0.03 for size in ((modules, rank, inner), (modules, outer, rank)))
+    down_z, up_z = signs(modules, rank, inner), signs(modules, outer, rank)
+    if not lora:
+        down, up = 0 * down, 0 * up
+    flat = torch.from_numpy(np.concatenate([down.ravel(), up.ravel()])).float()
+    laid = down_z if lora else down_z.transpose(0, 2, 1)
+    z = torch.from_numpy(np.concatenate([laid.ravel(), up_z.ravel()])).to(dtype)
+    high = flat.to(dtype)
+    parts = (torch.stack([high, (flat - high.float()).to(dtype), z]) if lora else z[None]).to(DEVICE)
+    at = torch.arange(modules, device=DEVICE)
+    bias = torch.from_numpy(rng.normal(size=(modules, outer))).to(DEVICE, dtype)
+    given = torch.from_numpy(x).to(DEVICE, dtype)
+    t = thin.down(given, parts, at * rank * inner, torch.tensor(scales, device=DEVICE), rank, factor)
+    y = torch.empty((modules, members * rows, outer), device=DEVICE, dtype=dtype)
+    thin.up(y, t, parts, modules * rank * inner + at * outer * rank, rank, bias)
+    exact = given.double().cpu().numpy().reshape(members, rows, inner)
+    for module in range(modules):
+        for member, scale in enumerate(scales):
+            own = (up[module] + scale * up_z[module]) if lora else up_z[module]
+            expected = factor * exact[member] @ (down[module] + scale * down_z[module]).T @ own.T
+            expected = expected + bias[module].double().cpu().numpy()
+            found = y[module, member * rows : (member + 1) * rows].double().cpu().numpy()
+            assert np.linalg.norm(found - expected) < (1e-6 if dtype == torch.float32 else 1e-3) * np.linalg.norm(
+                expected
+            )
+
+
 @on_a_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)

@@ -29,9 +29,8 @@ def _rows(value, ids, seeds, scales, key, table, out, count,
     theta = tl.load(value + start + at, mask=real, other=0).to(tl.float32)
     seed = tl.load(seeds).to(tl.uint64, bitcast=True)
     row = (start // 64 + line).to(tl.uint64)
-    z = kernels.scaled_noise(
-        1.0, seed, tl.load(key).to(tl.uint64, bitcast=True), row, table, table, table, 1, 0, KIND, False, R
-    )
+    key_of = tl.load(key).to(tl.uint64, bitcast=True) + tl.zeros_like(row)
+    z = kernels.scaled_noise(1.0, seed, key_of, row, table, KIND, R)
     for member in tl.static_range(MEMBERS):
         moved = theta + tl.load(scales + member) * z
         tl.store(out + (member * count + place) * WIDTH + at, moved, mask=real)
