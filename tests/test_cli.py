@@ -61,6 +61,11 @@ def test_help_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_importing_the_package_imports_no_torch():
+    code = "import sys, mezzo; sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_predict_reads_lines_and_json(tiny, tmp_path, capsys):
     out = str(tmp_path / "run")
     run(capsys, "train", *tiny, "--out", out)

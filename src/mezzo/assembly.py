@@ -314,7 +314,12 @@ def header_of(parts: Parts, engine: Engine, train: Sequence[Prompt]) -> dict[str
         "noise": noise.VERSION,
         "dtype": config.dtype,
         "rounding": rounding.VERSION,
-        "unit": {"rows": engine.unit.rows, "members": engine.unit.members, "pad_to": engine.unit.pad_to},
+        "unit": {
+            "rows": engine.unit.rows,
+            "members": engine.unit.members,
+            "pad_to": engine.unit.pad_to,
+            "waste": engine.unit.waste,
+        },
         "data": data_digest(train),
         "engine": engine.describe(),
         "task": parts.task.as_dict(),

@@ -37,7 +37,7 @@ class RunConfig:
         "model", None, "keep the frozen base in 8bit or 4bit, by bitsandbytes; with --space lora or prefix"
     )
     micro_batch: int | None = option(
-        "model", None, "examples in one forward; less needs less memory [8 on a CPU, else the whole batch]"
+        "model", None, "examples in one forward; less needs less memory [16 on a CPU, else the whole batch]"
     )
     cache_mb: float = option(
         "model",

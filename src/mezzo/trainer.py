@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from mezzo.batches import Batches
-from mezzo.engines.base import Engine
+from mezzo.engines.base import Engine, Foresighted
 from mezzo.errors import JournalError, RunFailed
 from mezzo.estimators import Estimator
 from mezzo.evaluation import Evaluation
@@ -83,7 +83,7 @@ class MeZOTrainer:
         with self._interrupts():
             self._look()  # a run that was killed between a step and its evaluation makes up for it
             while not (stopped := self._reason_to_stop(began)):
-                record = self._one_step(self.step)
+                record = self.one_step(self.step)
                 self.step += 1
                 yield record
                 self._look()
@@ -91,9 +91,12 @@ class MeZOTrainer:
         self.stopped = stopped
         self._finish()
 
-    def _one_step(self, step: int) -> StepRecord:
+    def one_step(self, step: int) -> StepRecord:
+        """The algorithm: everything else in this file decides when to do it."""
         batch = self.batches(step)
         probes = self.estimator.ask(step)
+        if isinstance(self.engine, Foresighted) and step + 1 < self.limits.steps:
+            self.engine.expect(lambda: self.batches(step + 1))
         scores = self.engine.score(batch, probes)
         losses = self.objective(scores, batch)
         slopes = self.estimator.tell(probes, losses)

@@ -33,6 +33,17 @@ MODEL_OPTIONS = (
     "remote_code",
 )
 TASK_OPTIONS = ("task", "id_order", "columns", "encoding", "template", "words", "max_length", "readout")
+BENCH_OPTIONS = (
+    "device",
+    "dtype",
+    "micro_batch",
+    "threads",
+    "max_length",
+    "rank",
+    "noise_rank",
+    "batch_size",
+    "samples",
+)
 
 
 SIGNAL_OPTIONS = (
@@ -89,7 +100,7 @@ def build() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"mezzo {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for add in (_train, _eval, _predict, _signal, _export, _verify, _report, _workers, _tasks):
+    for add in (_train, _eval, _predict, _signal, _bench, _export, _verify, _report, _workers, _tasks):
         add(verbs)
     return parser
 
@@ -127,6 +138,17 @@ def _signal(verbs: Verbs) -> None:
         "--objectives", default="", help="comma-separated, e.g. cross_entropy,accuracy@1e-3,head [all of these]"
     )
     _options(verb, [*MODEL_OPTIONS, *TASK_OPTIONS, *SIGNAL_OPTIONS])
+
+
+def _bench(verbs: Verbs) -> None:
+    verb = _verb(verbs, "bench", "time a step beside the published recipe and a bare forward, on random weights")
+    verb.add_argument("--model", metavar="M", help="model shapes, e.g. roberta-large,llama-1b [roberta-mini]")
+    verb.add_argument("--space", metavar="S", help="spaces, e.g. lora,full:gaussian,matrices:lowrank [lora,full]")
+    verb.add_argument("--length", type=int, default=32, metavar="L", help="tokens of a prompt [32]")
+    verb.add_argument("--spread", type=float, default=0.0, metavar="S", help="lengths vary by this share [0]")
+    verb.add_argument("--rounds", type=int, default=7, metavar="R", help="turns of every contender, at least 5 [7]")
+    verb.add_argument("--sweep", default="", metavar="W", help="show growth with batch, length, population or model")
+    _options(verb, BENCH_OPTIONS)
 
 
 def _export(verbs: Verbs) -> None:

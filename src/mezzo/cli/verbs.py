@@ -168,6 +168,21 @@ def signal(options: Namespace) -> Any:
     return found.to_list()
 
 
+def bench(options: Namespace) -> Any:
+    from mezzo.bench import bench as compare
+
+    found = compare(
+        given(options),
+        options.length,
+        options.spread,
+        options.rounds,
+        options.sweep,
+        show=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    _show(options, str(found))
+    return found.to_list()
+
+
 def _show(options: Namespace, text: str) -> None:
     """Results go to standard output, unless a program reads that."""
     print(text, file=sys.stderr if options.json else sys.stdout)

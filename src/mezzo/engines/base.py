@@ -18,6 +18,7 @@ from mezzo.types import Batch, Probe, Scores, Trained, Update
 @dataclass(frozen=True, slots=True)
 class Unit:
     """The unit of work: how many examples and probes one forward takes, and to what multiple lengths are padded.
+    Examples of which padding would be more than the share `waste` are halved, short ones apart from long ones.
 
     Fixed before step 1 and kept in the journal's header, so that it does not matter who computes a unit.
     """
@@ -25,6 +26,7 @@ class Unit:
     rows: int
     members: int = 2
     pad_to: int = 1
+    waste: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,3 +118,10 @@ class Workers(Protocol):
     def total_cost(self) -> dict[str, Any]:
         """The same for the run, with the workers that were lost or rebuilt."""
         ...
+
+
+@runtime_checkable
+class Foresighted(Protocol):
+    """An engine that prepares a batch while its device is busy with the one before."""
+
+    def expect(self, batch: Callable[[], Batch]) -> None: ...

@@ -36,7 +36,7 @@ def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:
             f"sets of weights in one forward ({reason}); {_way_out(engine)}"
         ) from None
     plain = np.stack([_plain_scores(engine, few, probe) for probe in probes])
-    base = engine.score(few, [Probe()])
+    base = engine.score(few, [Probe()] * len(probes))  # as many rows: other shapes would round differently
     refuse_dead(engine.trained, ours, base)
     finite = np.isfinite(ours)
     scale = np.abs(plain[finite]).max()
@@ -108,7 +108,13 @@ def _plain_scores(engine: TorchEngine, batch: Batch, probe: Probe) -> Scores:
             logits = picked(logits, rows.positions.to(logits.device))
             if batch.readout.kind == "words" and not batch.readout.vocabulary:
                 logits = logits[:, :, list(batch.readout.words)]
-        rows.place(out, rows.read(logits, batch.readout, 1).reshape(1, -1, *rows.tail).cpu().numpy())
+        rows.place(
+            out,
+            rows.read(logits, batch.readout, engine.words_of(batch.readout), 1)
+            .reshape(1, -1, *rows.tail)
+            .cpu()
+            .numpy(),
+        )
     return out[0]
 
 
@@ -116,10 +122,13 @@ def _first_difference(engine: TorchEngine, batch: Batch, probe: Probe) -> str:
     """The first leaf whose output differs between the two ways, for the error message."""
     with _outputs(engine.model) as plain:
         _plain_scores(engine, batch, probe)
+    engine.population.trims = False  # so that outputs have the shapes of the plain forward
+    graphs, engine.graphs = engine.graphs, None  # whose replay shows no module's output
     with _outputs(engine.model) as ours:
         kept, engine.trunk = engine.trunk, None  # every leaf must run to be compared
         engine.score(batch, [probe])
         engine.trunk = kept
+    engine.population.trims, engine.graphs = True, graphs
     allowed = TOLERANCE[engine.population.compute][0]
     for (name, a), (other, b) in zip(plain, ours, strict=False):
         if name != other or a.shape != b.shape or (a - b).abs().max() > allowed * max(1.0, float(a.abs().max())):

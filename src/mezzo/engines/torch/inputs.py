@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -30,21 +31,18 @@ class Rows:
     targets: Tensor | None
     where: tuple[tuple[int, int], ...]
     tail: tuple[int, ...]
+    padded: bool
 
     @property
     def count(self) -> int:
         return len(self.where)
 
-    @property
-    def padded(self) -> bool:
-        return not bool(self.mask.all())
-
-    def read(self, logits: Tensor, readout: Readout, members: int) -> Tensor:
-        """[P·rows, positions, width] → [P·rows, *tail]."""
+    def read(self, logits: Tensor, readout: Readout, words: Tensor, members: int) -> Tensor:
+        """[P·rows, positions, width] → [P·rows, *tail]; `words` are the readout's, where the logits are."""
         if readout.kind == "head":
             return logits
         if readout.kind == "words":
-            return logits[:, 0].log_softmax(-1)[:, list(readout.words)] if readout.vocabulary else logits[:, 0]
+            return logits[:, 0].log_softmax(-1)[:, words] if readout.vocabulary else logits[:, 0]
         assert self.targets is not None
         targets = self.targets.to(logits.device).repeat(members, 1)
         found = logits.log_softmax(-1).gather(2, targets.clamp(min=0)[:, :, None])[:, :, 0]
@@ -54,18 +52,29 @@ class Rows:
 
     def place(self, out: Scores, scores: npt.NDArray[np.float32]) -> None:
         """Write scores[P, rows, *tail] to their examples and candidates."""
-        for row, (example, candidate) in enumerate(self.where):
-            if self.tail:
-                out[:, example] = scores[:, row]
-            else:
-                out[:, example, candidate] = scores[:, row]
+        examples, candidates = (list(places) for places in zip(*self.where, strict=True))
+        if self.tail:
+            out[:, examples] = scores
+        else:
+            out[:, examples, candidates] = scores
 
 
 def pack(batch: Batch, unit: Unit, pad_id: int) -> list[Rows]:
     """Micro-batches of at most `unit.rows` rows, short with short, so that little is padded. A pure function of its arguments."""
     units = _sequences(batch)
-    groups = by_length([one.ids for one in units], unit.rows)
+    whole = by_length([one.ids for one in units], unit.rows)
+    groups = [
+        part for group in whole for part in _halved(group, [len(units[index].ids) for index in group], unit.waste)
+    ]
     return [_rows([units[index] for index in group], batch.readout, unit.pad_to, pad_id) for group in groups]
+
+
+def _halved(group: list[int], lengths: list[int], waste: float) -> list[list[int]]:
+    """A sorted group as it is, or in two halves where too much of it would be padding."""
+    if sum(lengths) >= (1 - waste) * len(group) * lengths[-1]:
+        return [group]
+    middle = len(group) // 2
+    return [group[:middle], group[middle:]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,28 +108,34 @@ def _sequences(batch: Batch) -> list[_Sequence]:
 
 
 def _rows(units: Sequence[_Sequence], readout: Readout, pad_to: int, pad_id: int) -> Rows:
-    longest = max(len(unit.ids) for unit in units)
-    length = -(-longest // pad_to) * pad_to
+    lengths = np.fromiter((len(unit.ids) for unit in units), dtype=np.int64, count=len(units))
+    length = int(-(-lengths.max() // pad_to) * pad_to)
     segments = [unit.segments for unit in units] if any(unit.segments for unit in units) else None
     width = {"words": len(readout.words), "head": readout.classes, "candidates": 0}[readout.kind]
     return Rows(
         ids=padded([unit.ids for unit in units], length, pad_id),
-        mask=padded([(1,) * len(unit.ids) for unit in units], length, 0),
+        mask=torch.from_numpy(_filled(lengths, length).astype(np.int64)),
         segments=padded(segments, length, 0) if segments else None,
         positions=padded([unit.positions for unit in units], None, 0) if readout.kind != "head" else None,
         targets=padded([unit.targets for unit in units], None, -1) if readout.kind == "candidates" else None,
         where=tuple(unit.where for unit in units),
         tail=(width,) if width else (),
+        padded=bool(lengths.min() < length),
     )
 
 
 def padded(rows: Sequence[Sequence[int]], length: int | None, fill: int) -> Tensor:
     """Rows of ids side by side, filled up to `length`, or to the longest."""
-    length = max(len(row) for row in rows) if length is None else length
+    lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
+    length = int(lengths.max()) if length is None else length
     table = np.full((len(rows), length), fill, dtype=np.int64)
-    for index, row in enumerate(rows):
-        table[index, : len(row)] = row
+    table[_filled(lengths, length)] = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(lengths.sum()))
     return torch.from_numpy(table)
+
+
+def _filled(lengths: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.bool_]:
+    """True where a row has an element."""
+    return np.arange(length) < lengths[:, None]
 
 
 def picked(hidden: Tensor, positions: Tensor) -> Tensor:

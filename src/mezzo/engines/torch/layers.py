@@ -38,7 +38,8 @@ def attach(model: nn.Module, population: Population, scaling: float) -> None:
         trained_lora = lora if any(name in population.trained for name in lora) else None
         if own or trained_lora or module is head:
             grown = _grown(module, path, population, own, trained_lora, scaling, module is head)
-            module.forward = _switch(module.forward, grown, population)  # type: ignore[method-assign]
+            always = trained_lora is not None or module is head
+            module.forward = _switch(module.forward, grown, population, always)  # type: ignore[method-assign]
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
@@ -65,9 +66,12 @@ def _grown(
     return _any(module, path, population, own)
 
 
-def _switch(original: Forward, grown: Forward, population: Population) -> Forward:
+def _switch(original: Forward, grown: Forward, population: Population, always: bool) -> Forward:
+    """`always`: at the unperturbed weights too, as LoRA's term and the readout's words are there as well."""
+
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return grown(*args, **kwargs) if population.probes else original(*args, **kwargs)
+        ours = population.probes if always else population.perturbed
+        return grown(*args, **kwargs) if ours else original(*args, **kwargs)
 
     return forward
 
@@ -109,9 +113,8 @@ def _linear(
             members = _like(_dense(weight, population), x)
             y = _each(x, members.mT if turned else members, wide=is_head)
             y = y if bias or module.bias is None else y.add_(module.bias)
-        # What is added in float32 to sixteen-bit activations is rounded once, as part of the sum.
         if bias and not only_words:
-            y.add_(_spread(population.member(bias), y))
+            population.work.add_bias(y, population.member(bias))
         if lora:
             y.add_(_lora_term(x, lora, population, scaling))
         return y.reshape(*rows.shape[:-1], y.shape[-1])
@@ -145,9 +148,7 @@ def _spread(vectors: Tensor, like: Tensor) -> Tensor:
 
 def _low_rank(x: Tensor, weight: str, rank: int, population: Population, turned: bool) -> Tensor:
     """(x·V)·Uᵀ for all seeds at once; members differ only in the scales between the two products."""
-    trained = population.trained[weight]
-    pairs = [population.source.factors(seed, weight, trained.shape, rank) for seed in population.seeds]
-    left, right = torch.cat([u for u, _ in pairs], dim=1), torch.cat([v for _, v in pairs], dim=1)
+    left, right = population.work.factors(population.trained[weight], population.point)
     if turned:
         left, right = right, left
     scales = population.factor_scales(rank).repeat_interleave(rank, dim=1)
@@ -196,8 +197,10 @@ def _layer_norm(module: nn.LayerNorm, path: str, population: Population, own: di
         y = F.layer_norm(x.float(), module.normalized_shape, None, None, module.eps)
         gain = _spread(population.member(own["weight"]), y) if "weight" in own else module.weight
         shift = _spread(population.member(own["bias"]), y) if "bias" in own else module.bias
-        y = y if gain is None else y.mul_(gain)
-        y = y if shift is None else y.add_(shift)
+        if gain is not None and shift is not None:
+            y = torch.addcmul(shift.float(), y, gain.float())
+        elif gain is not None:
+            y = y.mul_(gain)
         return y.to(rows.dtype).reshape(rows.shape)
 
     return forward

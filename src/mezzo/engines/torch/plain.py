@@ -26,13 +26,27 @@ LARGEST_PIECE = 2**24
 class Plain:
     """The reference: every other way of doing this gives the same weights bit for bit."""
 
+    kernels = False
+    """True where noise is made by kernels that read seeds and scales from device memory."""
+
     def __init__(self, source: NoiseSource) -> None:
         self.source = source
 
+    def begin(self, point: Point) -> None:
+        """A forward at `point` is about to run."""
+
     def small_members(self, flat: Flat, point: Point) -> Tensor:
         """[P, n] of a flat buffer, in float32 whatever it is stored as."""
-        noises = torch.stack([self._flat_noise(flat, seed) for seed in point.seeds])
-        return torch.addmm(flat.values.float(), point.scales, noises)
+        values = flat.values.float()
+        out = torch.empty((len(point.probes), values.numel()), device=values.device)
+        noises = {seed: self._flat_noise(flat, seed) for seed in point.seeds}
+        for row, probe in zip(out, point.probes, strict=True):
+            moved = values
+            for seed, scale in probe.terms:
+                moved = torch.add(moved, noises[seed], alpha=scale, out=row)
+            if not probe.terms:
+                row.copy_(values)
+        return out
 
     def members(self, trained: Trained, value: Tensor, point: Point, out: Tensor) -> None:
         """A matrix at every member into `out` [P, *shape], rounded once to the type of `out`."""
@@ -49,13 +63,36 @@ class Plain:
                 if not probe.terms:
                     row.copy_(base)
 
+    def moved_rows(self, trained: Trained, value: Tensor, ids: Tensor, point: Point) -> Tensor:
+        """[P, *ids.shape, width] in float32: rows of a matrix at every member, without touching the others."""
+        if trained.rank:
+            scales = point.scales * (1 / trained.rank**0.5)
+            pairs = (self.source.factors(seed, trained.name, trained.shape, trained.rank) for seed in point.seeds)
+            noises = [left[ids] @ right.T for left, right in pairs]
+        else:
+            scales = point.scales
+            rows, width = trained.shape
+            noises = [self.source.rows(seed, trained.name, (rows, width), ids) for seed in point.seeds]
+        return value[ids].float() + torch.tensordot(scales, torch.stack(noises), dims=1)
+
+    def factors(self, trained: Trained, point: Point) -> tuple[Tensor, Tensor]:
+        """U[out, K·r] and V[in, K·r] of low-rank noise, the seeds' columns side by side."""
+        pairs = [self.source.factors(seed, trained.name, trained.shape, trained.rank) for seed in point.seeds]
+        return torch.cat([u for u, _ in pairs], dim=1), torch.cat([v for _, v in pairs], dim=1)
+
+    def add_bias(self, y: Tensor, bias: Tensor) -> None:
+        """y[P, …, n] += bias[P, n]; what is added in float32 to sixteen-bit activations is rounded once, as part of the sum."""
+        y.add_(bias.view(len(bias), *[1] * (y.ndim - 2), -1))
+
     def move_small(self, flat: Flat, move: Move) -> None:
         """A flat buffer after the move, in place."""
 
         def bits() -> Tensor:
             return self.source.rounding_side_by_side(rounding.seed_of(move.update), flat.named)
 
-        move_values(flat.values, flat.decay, move.update, lambda seed: self._flat_noise(flat, seed), bits)
+        move_values(
+            flat.values, flat.decay, move.update, lambda seed: self._flat_noise(flat, seed), bits, self._signs_only
+        )
 
     def move(self, trained: Trained, value: Tensor, move: Move) -> None:
         """A matrix after the move, in place."""
@@ -68,7 +105,13 @@ class Plain:
                 Update(tuple(scaled), update.keep),
                 lambda seed, a=start, b=stop: self._noise(trained, seed, a, b),  # type: ignore[misc]
                 lambda a=start, b=stop: self.source.rounding(rounding.seed_of(update), trained.name, a, b),  # type: ignore[misc]
+                self._signs_only and not trained.rank,
             )
+
+    @property
+    def _signs_only(self) -> bool:
+        """Products with this noise are exact."""
+        return self.source.kind == "rademacher"
 
     def _flat_noise(self, flat: Flat, seed: int) -> Tensor:
         return self.source.spread(self.source.side_by_side(seed, flat.named), None)
@@ -92,7 +135,12 @@ class Plain:
 
 
 def move_values(
-    values: Tensor, decays: bool, update: Update, noise_of: Callable[[int], Tensor], bits: Callable[[], Tensor]
+    values: Tensor,
+    decays: bool,
+    update: Update,
+    noise_of: Callable[[int], Tensor],
+    bits: Callable[[], Tensor],
+    signs_only: bool = False,
 ) -> None:
     """acc = fl(keep·θ), then fl(acc − fl(c·z)) a term at a time in float32: separate operations, so that every machine rounds
     alike. Sixteen-bit weights are rounded once, at the end."""
@@ -100,7 +148,11 @@ def move_values(
     if decays and update.keep != 1.0:
         acc.mul_(update.keep)
     for seed, coef in update.terms:
-        if coef != 0.0:
+        if coef == 0.0:
+            continue
+        if signs_only:  # ±coef is exact, so that one operation rounds as two do
+            acc.sub_(noise_of(seed), alpha=coef)
+        else:
             acc.sub_(noise_of(seed).mul_(coef))
     if values.dtype != torch.float32:
         store(values, acc, bits())

@@ -20,6 +20,18 @@ class Point:
     probes: tuple[Probe, ...]
     device: torch.device
 
+    @classmethod
+    def in_memory(cls, members: int, keys: Tensor, scales: Tensor) -> Point:
+        """One direction whose seed and scales kernels find in device memory when they run, not when they are launched."""
+        point = cls((Probe(((0, 0.0),)),) * members, keys.device)
+        point.__dict__.update(keys=keys, scales=scales)
+        return point
+
+    @property
+    def single(self) -> bool:
+        """All members lie on one line through the weights, as a ± pair does."""
+        return len(self.seeds) == 1
+
     @cached_property
     def seeds(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(seed for probe in self.probes for seed, _ in probe.terms))
@@ -42,6 +54,13 @@ class Move:
 
     update: Update
     device: torch.device
+
+    @classmethod
+    def in_memory(cls, terms: int, keys: Tensor, coefs: Tensor) -> Move:
+        """A move of so many terms, whose seeds and coefficients kernels find in device memory when they run."""
+        move = cls(Update(((0, 1.0),) * terms), keys.device)
+        move.__dict__.update(keys=keys, coefs=coefs)
+        return move
 
     @cached_property
     def keys(self) -> Tensor:

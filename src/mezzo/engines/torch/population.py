@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -36,7 +37,7 @@ class Population:
         frozen: Mapping[str, Tensor] | None = None,
         compute: torch.dtype = torch.float32,
     ) -> None:
-        self.work = worker(source)
+        self.work = worker(source, compute)
         self.compute = compute
         self.frozen = dict(frozen or {})  # LoRA factors that take part in the forward but are not trained
         self.trained = {trained.name: trained for trained, _ in tensors}
@@ -51,7 +52,10 @@ class Population:
         self.diverged = False
         """True while members read tokens of their own: text that each of them generated."""
         self.words: Tensor | None = None
+        self.trims = True
+        """False: every layer computes every position, as the model's own code does."""
         self.gather: Tensor | None = None
+        """[P·B, k]: the positions that are read; whoever trims the hidden states to them sets it to None."""
 
     @property
     def source(self) -> NoiseSource:
@@ -75,7 +79,9 @@ class Population:
 
     def apply(self, update: Update) -> None:
         """θ ← keep·θ − Σ c·z, to the rounding that `plain` states."""
-        move = Move(update, self.source.device)
+        self.move(Move(update, self.source.device))
+
+    def move(self, move: Move) -> None:
         for flat in self.flats:
             self.work.move_small(flat, move)
         for name, tensor in self.large.items():
@@ -84,9 +90,11 @@ class Population:
     # ---- the members of a forward
 
     @contextlib.contextmanager
-    def at(self, probes: Sequence[Probe]) -> Iterator[None]:
+    def at(self, point: Sequence[Probe] | Point) -> Iterator[None]:
         """Forwards inside compute every row block at its own probe."""
-        self.point = Point(tuple(probes), self.source.device)
+        self.point = point if isinstance(point, Point) else Point(tuple(point), self.source.device)
+        if self.perturbed:
+            self.work.begin(self.point)
         self._small = self._small_members() if self.perturbed else {}
         try:
             yield
@@ -97,6 +105,11 @@ class Population:
     @property
     def probes(self) -> tuple[Probe, ...]:
         return self.point.probes
+
+    def take_readout(self) -> Tensor | None:
+        """The positions that are read, for the one who trims the hidden states to them."""
+        taken, self.gather = (self.gather, None) if self.trims else (None, self.gather)
+        return taken
 
     @property
     def members(self) -> int:
@@ -133,12 +146,10 @@ class Population:
         trained = self.trained[name]
         if name not in self.large:
             return self.member(name)[:, ids]
-        picked = self.large[name][ids].float()
         if not self.perturbed:
+            picked = self.large[name][ids].float()
             return picked.expand(self.members, *picked.shape)
-        noises = torch.stack([self._noise_rows(trained, seed, ids) for seed in self.seeds])
-        scales = self.factor_scales(trained.rank) if trained.rank else self.point.scales
-        return picked + torch.tensordot(scales, noises, dims=1)
+        return self.work.moved_rows(trained, self.large[name], ids, self.point)
 
     def factor_scales(self, rank: int) -> Tensor:
         """[P, K] scales of the integer products U·Vᵀ."""
@@ -159,13 +170,6 @@ class Population:
             )
         return tensor.reshape(self.members, self.rows, *tensor.shape[1:])
 
-    def _noise_rows(self, trained: Trained, seed: int, ids: Tensor) -> Tensor:
-        rows, width = trained.shape
-        if trained.rank:
-            left, right = self.source.factors(seed, trained.name, trained.shape, trained.rank)
-            return left[ids] @ right.T
-        return self.source.rows(seed, trained.name, (rows, width), ids)
-
     def _small_members(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for flat in self.flats:
@@ -176,10 +180,12 @@ class Population:
         return found
 
 
-def worker(source: NoiseSource) -> Plain:
+def worker(source: NoiseSource, compute: torch.dtype) -> Plain:
     """Kernels where there is a GPU and Triton to write them in, plain torch elsewhere: the same weights bit for bit."""
-    if source.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from mezzo.engines.torch.fused import DeviceNoise, Fused
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # kernels on a CPU, for tests
+    if (source.device.type == "cuda" or interpreted) and importlib.util.find_spec("triton") is not None:
+        from mezzo.engines.torch.fused import DeviceNoise
+        from mezzo.engines.torch.on_device import OnDevice
 
-        return Fused(DeviceNoise(source.kind, source.device))
+        return OnDevice(DeviceNoise(source.kind, source.device), compute)
     return Plain(source)

@@ -1,0 +1,120 @@
+"""Blocks of BERT-like encoders in few kernels: residual and norm in one, and with dense noise the bias or GELU too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import GELUActivation
+
+from mezzo.engines.torch import vectors
+from mezzo.engines.torch.catalog import canonical_names
+from mezzo.engines.torch.population import Population
+
+OUTPUTS = tuple(
+    f"{family}{part}" for family in ("Bert", "Roberta", "XLMRoberta", "Electra") for part in ("SelfOutput", "Output")
+)
+INTERMEDIATES = ("BertIntermediate", "RobertaIntermediate", "XLMRobertaIntermediate", "ElectraIntermediate")
+RMS_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
+
+
+def attach(model: nn.Module, population: Population) -> None:
+    """Override the blocks all of whose tensors are perturbed densely, and norms whose tensors are."""
+    names = canonical_names(model)
+    for path, module in model.named_modules():
+        kind = type(module).__name__
+        if (
+            kind in OUTPUTS
+            and _dense(module.dense, names, population)
+            and _vectors(module.LayerNorm, names, population)
+        ):
+            _override(module, population, _output(module, path, population, names))
+        elif kind in OUTPUTS and not any(names[id(p)] in population.trained for p in module.LayerNorm.parameters()):
+            _override(module, population, _frozen_output(module), always=True)
+        elif kind in INTERMEDIATES and _dense(module.dense, names, population):
+            if type(module.intermediate_act_fn) is GELUActivation:
+                _override(module, population, _intermediate(module, path, population, names))
+        elif kind in ("LayerNorm", *RMS_NORMS) and _vectors(module, names, population):
+            _override(module, population, _norm(module, path, population, names))
+
+
+def _override(module: nn.Module, population: Population, fused: Callable[..., Any], always: bool = False) -> None:
+    """`always`: at any point, not only along one direction."""
+    plain = module.forward
+
+    def forward(*tensors: Tensor) -> Any:
+        ours = (population.probes if always else population.point.single) and all(t.is_contiguous() for t in tensors)
+        return fused(*tensors) if ours else plain(*tensors)
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def _dense(linear: Any, names: dict[int, str], population: Population) -> bool:
+    weight = names[id(linear.weight)]
+    return (
+        weight in population.large
+        and not population.trained[weight].rank
+        and _vectors(linear, names, population, "bias")
+    )
+
+
+def _vectors(module: Any, names: dict[int, str], population: Population, *only: str) -> bool:
+    """True if the module's tensors (those named, or all) are trained and small."""
+    own = {key: p for key, p in module.named_parameters(recurse=False) if not only or key in only}
+    return bool(own) and all(
+        (name := names[id(p)]) in population.trained and name not in population.large for p in own.values()
+    )
+
+
+def _product(linear: Any, path: str, x: Tensor, population: Population, names: dict[int, str]) -> Tensor:
+    """x·Wᵀ at every member, without bias: [P·B, …, out]."""
+    rows = population.split(x, path)
+    weights = population.member_matrix(names[id(linear.weight)])
+    found = torch.bmm(rows.reshape(len(rows), -1, rows.shape[-1]), weights.mT)
+    return found.view(*x.shape[:-1], -1)
+
+
+def _output(module: Any, path: str, population: Population, names: dict[int, str]) -> Callable[..., Tensor]:
+    dense, norm = module.dense, module.LayerNorm
+
+    def forward(hidden: Tensor, residual: Tensor) -> Tensor:
+        member = {key: population.member(names[id(p)]) for key, p in norm.named_parameters()}
+        bias = population.member(names[id(dense.bias)])
+        y = _product(dense, f"{path}.dense", hidden, population, names)
+        return vectors.norm(y, member["weight"], member["bias"], norm.eps, residual, bias)
+
+    return forward
+
+
+def _frozen_output(module: Any) -> Callable[..., Tensor]:
+    norm = module.LayerNorm
+
+    def forward(hidden: Tensor, residual: Tensor) -> Tensor:
+        return vectors.norm(module.dense(hidden), norm.weight[None], norm.bias[None], norm.eps, residual)
+
+    return forward
+
+
+def _intermediate(module: Any, path: str, population: Population, names: dict[int, str]) -> Callable[..., Tensor]:
+    dense = module.dense
+
+    def forward(hidden: Tensor) -> Tensor:
+        bias = population.member(names[id(dense.bias)])
+        return vectors.add_bias(_product(dense, f"{path}.dense", hidden, population, names), bias, gelu=True)
+
+    return forward
+
+
+def _norm(module: Any, path: str, population: Population, names: dict[int, str]) -> Callable[..., Tensor]:
+    centred = isinstance(module, nn.LayerNorm)
+    eps = module.eps if centred else module.variance_epsilon
+    bias = getattr(module, "bias", None)
+
+    def forward(rows: Tensor) -> Tensor:
+        population.split(rows, path)  # says so if the rows are not the members' own
+        shift = None if bias is None else population.member(names[id(bias)])
+        return vectors.norm(rows, population.member(names[id(module.weight)]), shift, eps, centred=centred)
+
+    return forward

@@ -1,0 +1,26 @@
+"""The fast path of an engine whose work is done by kernels: thin factors, vectors and blocks in kernels, forwards in graphs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mezzo.engines.torch.engine import TorchEngine
+
+
+def attach(engine: TorchEngine, scaling: float) -> None:
+    """Override what has kernels. Where the work is plain torch (a CPU, no Triton), nothing is."""
+    population = engine.population
+    if not population.work.kernels:
+        return
+    from mezzo.engines.torch import blocks, thin_layers
+    from mezzo.engines.torch.on_device import OnDevice
+
+    assert isinstance(population.work, OnDevice)
+    population.work.prepare(list(population.trained.values()), population.flats)
+    thin_layers.attach(engine.model, population, scaling)
+    blocks.attach(engine.model, population)
+    if engine.device.type == "cuda":
+        from mezzo.engines.torch.graphs import Graphs
+
+        engine.graphs = Graphs(engine)

@@ -1,0 +1,170 @@
+"""LoRA and low-rank noise in kernels: the linear layers that read the same input share one pass over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mezzo.engines.torch import thin
+from mezzo.engines.torch.catalog import canonical_names
+from mezzo.engines.torch.layers import output_head
+from mezzo.engines.torch.on_device import OnDevice
+from mezzo.engines.torch.population import Population
+from mezzo.space import lora_names
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A linear layer, where its two thin factors begin in their buffer, and the name of its bias if that is trained."""
+
+    module: nn.Linear
+    path: str
+    down: int
+    up: int
+    bias: str | None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the layers of a group have in common: where their factors lie and how these are scaled."""
+
+    rank: int
+    factor: float
+    parts: Tensor
+    """[n, size]: three parts of LoRA's factors, or one of low-rank noise."""
+
+
+def attach(model: nn.Module, population: Population, scaling: float) -> None:
+    """Group the linear layers of each parent that carry thin factors and override their forward."""
+    work = population.work
+    assert isinstance(work, OnDevice)
+    names, head = canonical_names(model), output_head(model)
+    for parent_path, parent in model.named_modules():
+        groups: dict[tuple[int, int, int], list[Adapter]] = {}
+        kinds: dict[tuple[int, int, int], Kind] = {}
+        for own_name, module in parent.named_children():
+            path = f"{parent_path}.{own_name}" if parent_path else own_name
+            found = _adapter(module, path, population, work, names, scaling)
+            if found is not None and module is not head:
+                adapter, kind = found
+                key = (adapter.module.in_features, kind.rank, len(kind.parts))
+                groups.setdefault(key, []).append(adapter)
+                kinds[key] = kind
+        for key, adapters in groups.items():
+            _override(Group(tuple(adapters), kinds[key], population), adapters, population)
+
+
+def _adapter(
+    module: nn.Module, path: str, population: Population, work: OnDevice, names: dict[int, str], scaling: float
+) -> tuple[Adapter, Kind] | None:
+    if type(module) is not nn.Linear or "forward" not in vars(module):
+        return None  # a transposed layer, or one that has nothing to add
+    found = None if module.bias is None else names[id(module.bias)]
+    bias = found if found in population.trained else None
+    down, up = lora_names(f"{path}.weight")
+    if down in population.trained and up in population.trained:
+        rank = population.trained[down].shape[0]
+        for flat in population.flats:
+            at = {slot.trained.name: slot.start for slot in flat.slots}
+            if down in at and up in at and _fits(rank):
+                return Adapter(module, path, at[down], at[up], bias), Kind(rank, scaling, work.lora_parts(flat))
+        return None
+    weight = names[id(module.weight)]
+    trained = population.trained.get(weight)
+    if trained is None or not trained.rank or not _fits(trained.rank):
+        return None
+    places = work.factor_at[f"{weight}/V"], work.factor_at[f"{weight}/U"]
+    return Adapter(module, path, *places, bias), Kind(trained.rank, trained.rank**-0.5, work.factor_noise[None])
+
+
+def _fits(rank: int) -> bool:
+    """Ranks that the kernels take; others are left to plain torch."""
+    return rank <= 32 and rank & (rank - 1) == 0
+
+
+def _override(group: Group, adapters: list[Adapter], population: Population) -> None:
+    for index, adapter in enumerate(adapters):
+        plain = adapter.module.forward
+
+        def forward(rows: Tensor, index: int = index, plain: Callable[..., Any] = plain) -> Tensor:
+            usable = population.point.single and not population.diverged and rows.is_contiguous()
+            return group.output(index, rows) if usable else plain(rows)
+
+        adapter.module.forward = forward  # type: ignore[method-assign,assignment]
+
+
+class Group:
+    """Layers of one parent: the first that is asked computes all that follow it, for whom the same input will come."""
+
+    def __init__(self, adapters: tuple[Adapter, ...], kind: Kind, population: Population) -> None:
+        self.adapters, self.kind, self.population = adapters, kind, population
+        device = kind.parts.device
+        self.down_at = torch.tensor([a.down for a in adapters], device=device)
+        self.up_at = torch.tensor([a.up for a in adapters], device=device)
+        self.runs = {first: _same_width(adapters, first) for first in range(len(adapters))}
+        self._of: Tensor | None = None
+        self._ready: dict[int, Tensor] = {}
+
+    def output(self, index: int, rows: Tensor) -> Tensor:
+        if self._of is not rows or index not in self._ready:
+            self._ready = self._computed(index, rows)
+        self._of = rows
+        found = self._ready.pop(index)
+        if not self._ready:
+            self._of = None
+        return found
+
+    def _computed(self, first: int, rows: Tensor) -> dict[int, Tensor]:
+        population, kind = self.population, self.kind
+        population.split(rows, self.adapters[first].path)  # says so if the rows are not the members' own
+        x = rows.view(-1, rows.shape[-1])
+        t = thin.down(x, kind.parts, self.down_at[first:], population.point.scales, kind.rank, kind.factor)
+        found: dict[int, Tensor] = {}
+        for run in self.runs[first]:
+            y = x.new_empty((run.stop - run.start, len(x), run.width))
+            thin.up(
+                y,
+                t[run.start - first : run.stop - first],
+                kind.parts,
+                self.up_at[run.start : run.stop],
+                kind.rank,
+                run.bias,
+            )
+            for place, adapter in enumerate(self.adapters[run.start : run.stop]):
+                y[place].addmm_(x, adapter.module.weight.T)
+                if adapter.bias is not None:
+                    members = population.member(adapter.bias)
+                    population.work.add_bias(y[place].view(len(members), -1, run.width), members)
+                found[run.start + place] = y[place].view(*rows.shape[:-1], -1)
+        return found
+
+
+@dataclass(frozen=True)
+class Run:
+    """Layers with equally many outputs: their thin products are one launch. `bias` holds those that are not trained."""
+
+    start: int
+    stop: int
+    width: int
+    bias: Tensor | None
+
+
+def _same_width(adapters: tuple[Adapter, ...], first: int) -> list[Run]:
+    cuts = [first]
+    for index in range(first + 1, len(adapters)):
+        if adapters[index].module.out_features != adapters[index - 1].module.out_features:
+            cuts.append(index)
+    runs = []
+    for start, stop in zip(cuts, [*cuts[1:], len(adapters)], strict=True):
+        modules = [a.module for a in adapters[start:stop]]
+        frozen = [
+            m.bias for m, a in zip(modules, adapters[start:stop], strict=True) if m.bias is not None and not a.bias
+        ]
+        bias = torch.stack([b.detach() for b in frozen]) if len(frozen) == len(modules) else None
+        assert bias is not None or not frozen, "layers of a group have frozen biases or trained ones, not both"
+        runs.append(Run(start, stop, modules[0].out_features, bias))
+    return runs

@@ -1,0 +1,86 @@
+"""Biases and norms that differ by member, in one pass over the activations each. Vectors are float32, sums are too."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _norm(x, residual, bias, gain, shift, out, bias_step, gain_step, shift_step, each, eps,
+          WIDTH: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, SHIFT: tl.constexpr,
+          CENTRED: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    member = row // each
+    column = tl.arange(0, BLOCK)
+    real = column < WIDTH
+    value = tl.load(x + row * WIDTH + column, mask=real, other=0.0).to(tl.float32)
+    if BIAS:
+        value += tl.load(bias + member * bias_step + column, mask=real, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        value += tl.load(residual + row * WIDTH + column, mask=real, other=0.0).to(tl.float32)
+    if CENTRED:
+        value = tl.where(real, value - tl.sum(value, 0) / WIDTH, 0.0)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
+    value *= tl.load(gain + member * gain_step + column, mask=real, other=0.0).to(tl.float32)
+    if SHIFT:
+        value += tl.load(shift + member * shift_step + column, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, value.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _add_bias(
+    y, bias, bias_step, each, WIDTH: tl.constexpr, GELU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Blocks of ROWS rows belong to one member: `each` is a multiple of ROWS."""
+    row = tl.program_id(0).to(tl.int64) * ROWS
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = column < WIDTH
+    vector = tl.load(bias + (row // each) * bias_step + column, mask=real, other=0.0)
+    place = y + (row + tl.arange(0, ROWS))[:, None] * WIDTH + column[None, :]
+    value = tl.load(place, mask=real[None, :], other=0.0).to(tl.float32) + vector[None, :]
+    if GELU:
+        value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+    tl.store(place, value.to(y.dtype.element_ty), mask=real[None, :])
+
+
+def norm(
+    x: Tensor,
+    gain: Tensor,
+    shift: Tensor | None,
+    eps: float,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+    centred: bool = True,
+) -> Tensor:
+    """The norm of x + bias + residual, with each member's own bias[P, n], gain[P, n] and shift[P, n].
+
+    x holds equal blocks of rows of the members one after the other; `centred` is LayerNorm, else RMSNorm.
+    """
+    width = x.shape[-1]
+    rows = x.numel() // width
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    bias_or, shift_or = gain if bias is None else bias, gain if shift is None else shift
+    _norm[(rows,)](
+        x, x if residual is None else residual, bias_or, gain, shift_or, out,
+        bias_or.stride(0), gain.stride(0), shift_or.stride(0), rows // len(gain), eps,
+        WIDTH=width, BLOCK=block, RESIDUAL=residual is not None, BIAS=bias is not None, SHIFT=shift is not None,
+        CENTRED=centred, num_warps=4 if block <= 2048 else 8,
+    )  # fmt: skip
+    return out
+
+
+def add_bias(y: Tensor, bias: Tensor, gelu: bool = False) -> Tensor:
+    """y + bias[P, n] in place, then GELU if wanted; y holds the members' rows one block after the other."""
+    width = y.shape[-1]
+    rows = y.numel() // width
+    each = rows // len(bias)
+    together = next(count for count in (8, 4, 2, 1) if each % count == 0)
+    block = min(512, triton.next_power_of_2(width))
+    _add_bias[(rows // together, triton.cdiv(width, block))](
+        y, bias, bias.stride(0), each, WIDTH=width, GELU=gelu, ROWS=together, BLOCK=block, num_warps=4
+    )
+    return y

@@ -1,0 +1,125 @@
+"""The benchmark verb: its contenders do what their names say, its figures have the promised keys, its mistakes one line."""
+
+from __future__ import annotations
+
+import json
+import statistics
+
+import pytest
+import torch
+
+from mezzo import recipe
+from mezzo.bench import bench, contenders, shapes, timing
+from mezzo.bench.memory import Memory
+from mezzo.cli import main
+from mezzo.space import Space
+
+TINY = shapes._roberta(32, 2, 4, vocabulary=200)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def setting() -> contenders.Setting:
+    batch = shapes.random_batch(TINY, count=4, length=12, spread=0.5)
+    return contenders.Setting(TINY, batch, 4, 1, 24, torch.float32, CPU)
+
+
+def test_every_row_has_the_promised_keys(monkeypatch, capsys):
+    monkeypatch.setitem(shapes.SHAPES, "roberta-mini", TINY)
+    spaces = "lora,full:gaussian,matrices:lowrank"
+    code = main(["bench", "--batch-size", "4", "--length", "8", "--rounds", "5", "--space", spaces, "--json"])
+    out, err = capsys.readouterr()
+    rows = json.loads(out.splitlines()[-1])
+    assert code == 0
+    assert [row["what"] for row in rows] == [
+        "published, padded as released",
+        "published, padded dynamically",
+        "bare doubled forward",
+        "mezzo lora, rademacher",
+        "mezzo full, gaussian",
+        "mezzo matrices, lowrank",
+    ]
+    for row in rows:
+        assert {"what", "ms", "iqr", "ratio", "peak_mib", "model", "batch_size", "length", "samples"} <= set(row)
+        assert row["ms"] > 0 and row["peak_mib"] > 0
+        assert row["ratio"] == pytest.approx(row["ms"] / rows[2]["ms"])
+    assert "mezzo lora" in err, "the table goes where a program does not read"
+
+
+@pytest.mark.parametrize(
+    ("sweep", "key", "values"),
+    [("batch", "batch_size", [2, 4, 8, 16]), ("length", "length", [8, 16, 32]), ("population", "samples", [1, 2, 4])],
+)
+def test_sweeps_grow_one_thing(sweep, key, values, monkeypatch):
+    monkeypatch.setitem(shapes.SHAPES, "roberta-mini", TINY)
+    rows = bench({"space": "lora", "batch_size": 2}, length=8, rounds=5, sweep=sweep).rows
+    assert [getattr(row, key) for row in rows if row.what == "bare doubled forward"] == values
+
+
+def test_the_released_step_pads_to_the_maximum_and_runs_the_recipe(setting, monkeypatch):
+    seen: list[tuple[int, ...]] = []
+    kept = torch.nn.Embedding.forward
+    monkeypatch.setattr(
+        torch.nn.Embedding, "forward", lambda self, ids: (seen.append(tuple(ids.shape)), kept(self, ids))[1]
+    )
+    steps: list[recipe.Step] = []
+    plain = recipe.step
+    monkeypatch.setattr(recipe, "step", lambda *a, **k: steps.append(plain(*a, **k)))
+    longest = max(len(p.ids) for p in setting.batch.prompts)
+    for dynamic, width in ((False, 24), (True, longest)):
+        seen.clear()
+        contenders.published(setting, dynamic)(0)
+        assert (4, width) in seen and all(shape[-1] == width for shape in seen)
+    assert len(steps) == 2 and all(step.loss_plus != step.loss_minus for step in steps)
+    # Padding must not change the loss, or the two rows would not compare the same work.
+    assert steps[0].loss_plus == pytest.approx(steps[1].loss_plus, rel=1e-4)
+
+
+def test_the_step_is_the_trainers_and_moves_the_weights(setting, tmp_path):
+    step = contenders.ours(setting, Space("lora", rank=2), "rademacher", tmp_path)
+    engine = step.__self__.engine
+    before = engine.digest()
+    record = step(0)
+    assert record.losses[0] != record.losses[1] and engine.digest() != before
+    assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_bare_forward_doubles_the_rows_and_perturbs_nothing(setting):
+    scores = contenders.bare(setting)(0)
+    assert scores.shape == (2, 4, 2)
+    assert (scores[0] == scores[1]).all()
+
+
+def test_contenders_take_turns():
+    order: list[str] = []
+    found = timing.interleaved({n: lambda n=n: lambda number: order.append(n) for n in "abc"}, CPU, rounds=5)
+    assert order == list("aaabbbccc" + "abcbcacababcbca")
+    assert all(len(one.ms) == 5 and one.median == statistics.median(one.ms) for one in found.values())
+
+
+def test_memory_counts_tensors():
+    with Memory(CPU) as memory:
+        kept = torch.ones(2**18) + torch.ones(2**18)
+    assert (kept.numel() * 4, memory.kept, memory.peak) == (2**20, 2**20, 3 * 2**20)
+
+
+MISTAKES = {
+    "shape": (["--model", "roberta-larg"], "did you mean 'roberta-large'"),
+    "space": (["--space", "lorra"], "did you mean 'lora'"),
+    "noise": (["--space", "full:gausian"], "did you mean 'gaussian'"),
+    "sweep": (["--sweep", "depth"], "sweep is one of batch, length, population, model"),
+    "rounds": (["--rounds", "3"], "at least 5 rounds"),
+    "length": (["--length", "2"], "length must be at least 4"),
+    "spread": (["--spread", "2"], "spread is a share"),
+    "batch": (["--batch-size", "0"], "batch_size must be at least 1"),
+    "dtype": (["--dtype", "int8"], "dtype is one of"),
+    "position": (["--length", "600"], "600 tokens"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_told_in_one_line(arguments, message, capsys):
+    assert main(["bench", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error.splitlines()[-1]
+    assert "Traceback" not in error

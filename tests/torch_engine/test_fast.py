@@ -1,0 +1,193 @@
+"""Kernels and graphs give what plain torch gives: on a GPU, or interpreted (TRITON_INTERPRET=1, without graphs) on a CPU."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from mezzo.engines.base import Unit
+from mezzo.engines.torch import flat
+from mezzo.engines.torch.engine import TorchEngine
+from mezzo.space import Space
+from mezzo.types import Batch, Probe, Prompt, Readout, Update
+from tests.conftest import MODELS, VOCAB, make_batch, make_llama, make_roberta
+from tests.reference import plain_scores, written
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (torch.cuda.is_available() or INTERPRETED):
+    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+on_a_gpu = pytest.mark.skipif(INTERPRETED, reason="graphs need a GPU")
+
+SPACES = {
+    "full": Space("full"),
+    "full-lowrank": Space("full", noise_rank=3),
+    "matrices-lowrank": Space("matrices", noise_rank=8),
+    "lora": Space("lora", rank=4, alpha=8),
+    "lora-all": Space("lora", rank=8, alpha=8, targets=("all-linear",)),
+}
+PAIR = (Probe(((7, 0.02),)), Probe(((7, -0.02),)))
+
+
+@pytest.fixture(params=[64 * 1024, 0], ids=["flat", "one-by-one"])
+def small(request, monkeypatch):
+    """Both homes of a tensor: in the flat buffer, and on its own, where blocks are fused."""
+    monkeypatch.setattr(flat, "SMALL", request.param)
+
+
+def engine_of(model: torch.nn.Module, space: Space, kind: str = "rademacher", **extra) -> TorchEngine:
+    engine = TorchEngine(model, space, noise_kind=kind, seed=3, pad_id=1, device=DEVICE, **extra)
+    assert engine.population.work.kernels, "the fast path must be what is tested"
+    rng = np.random.default_rng(1)  # LoRA's B starts at zero, which would hide mistakes in A
+    engine.load_state({n: (v + rng.normal(0, 0.05, v.shape)).astype(np.float32) for n, v in engine.state().items()})
+    return engine
+
+
+@pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
+@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_scores_equal_weights_written_in(make, space, kind, small):
+    model = make()
+    pristine, batch = copy.deepcopy(model), make_batch(4)
+    engine = engine_of(model, space, kind)
+    expected = [
+        plain_scores(written(pristine, engine.trained, engine.state(), kind, probe, space), batch) for probe in PAIR
+    ]
+    for _ in range(1 if INTERPRETED else 3):  # as it comes, captured, replayed
+        np.testing.assert_allclose(engine.score(batch, PAIR), expected, rtol=1e-4, atol=2e-5)
+    engine.check(batch, 1e-2)
+
+
+@pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
+def test_rows_of_an_embedding_have_the_noise_of_the_whole(kind):
+    from mezzo import noise
+    from mezzo.engines.torch.points import words_on
+    from mezzo.engines.torch.streams import moved_rows
+
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(50, 192)).astype(np.float32)
+    ids, seed = np.array([[3, 49, 0], [3, 7, 7]]), 2**63 + 11
+    key, bits = words_on(DEVICE, [noise.name_hash("w")]), words_on(DEVICE, [seed])
+    scales = torch.tensor([0.1, -0.1, 0.03], device=DEVICE)
+    tensors = (torch.from_numpy(values).to(DEVICE) for values in (table, ids))
+    found = moved_rows(*tensors, key, bits, scales, kind).cpu().numpy()
+    z = noise.dense(kind, seed, "w", 0, table.size).reshape(table.shape)
+    expected = [(table + scale * z)[ids] for scale in scales.tolist()]
+    np.testing.assert_allclose(found, np.array(expected, dtype=np.float32), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "low-rank"])
+def test_thin_products_equal_float64(lora, dtype):
+    from mezzo.engines.torch import thin
+
+    rng = np.random.default_rng(0)
+    members, rows, inner, outer, rank, modules = 2, 40, 96, 160, 8, 2
+    x, scales, factor = rng.normal(size=(members * rows, inner)), (1e-2, -1e-2), 2.0
+
+    def signs(*shape: int) -> np.ndarray:
+        return rng.choice([-1.0, 1.0], size=shape)
+
+    down, up = (rng.normal(size=size) * 0.03 for size in ((modules, rank, inner), (modules, outer, rank)))
+    down_z, up_z = signs(modules, rank, inner), signs(modules, outer, rank)
+    if not lora:
+        down, up = 0 * down, 0 * up
+    flat = torch.from_numpy(np.concatenate([down.ravel(), up.ravel()])).float()
+    laid = down_z if lora else down_z.transpose(0, 2, 1)
+    z = torch.from_numpy(np.concatenate([laid.ravel(), up_z.ravel()])).to(dtype)
+    high = flat.to(dtype)
+    parts = (torch.stack([high, (flat - high.float()).to(dtype), z]) if lora else z[None]).to(DEVICE)
+    at = torch.arange(modules, device=DEVICE)
+    bias = torch.from_numpy(rng.normal(size=(modules, outer))).to(DEVICE, dtype)
+    given = torch.from_numpy(x).to(DEVICE, dtype)
+    t = thin.down(given, parts, at * rank * inner, torch.tensor(scales, device=DEVICE), rank, factor)
+    y = torch.empty((modules, members * rows, outer), device=DEVICE, dtype=dtype)
+    thin.up(y, t, parts, modules * rank * inner + at * outer * rank, rank, bias)
+    exact = given.double().cpu().numpy().reshape(members, rows, inner)
+    for module in range(modules):
+        for member, scale in enumerate(scales):
+            own = (up[module] + scale * up_z[module]) if lora else up_z[module]
+            expected = factor * exact[member] @ (down[module] + scale * down_z[module]).T @ own.T
+            expected = expected + bias[module].double().cpu().numpy()
+            found = y[module, member * rows : (member + 1) * rows].double().cpu().numpy()
+            assert np.linalg.norm(found - expected) < (1e-6 if dtype == torch.float32 else 1e-3) * np.linalg.norm(
+                expected
+            )
+
+
+@on_a_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+def test_replays_follow_seeds_scales_and_tokens(space, dtype, small):
+    """What a graph reads from device memory changes its scores exactly as running the kernels again does."""
+    engine = engine_of(make_roberta().to(dtype), space)
+    kept = engine.graphs
+    for step in range(4):
+        batch = make_batch(6, seed=step, lengths=(9, 16))
+        probes = (Probe(((2**63 + step, 0.01 * (step + 1)),)), Probe(((2**63 + step, -0.02),)))
+        for pair in (probes, (Probe(), Probe())):
+            engine.graphs = kept
+            replayed = engine.score(batch, pair)
+            engine.graphs = None
+            np.testing.assert_array_equal(replayed, engine.score(batch, pair))
+    assert all(one.graph is not None for one in kept.captured.values()) and len(kept.captured) <= 4
+
+
+@on_a_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+def test_replayed_updates_leave_the_weights_of_a_cpu(space, dtype, small):
+    engine = engine_of(make_roberta().to(dtype), space)
+    twin = TorchEngine(make_roberta().to(dtype), space, seed=3, pad_id=1)
+    twin.load_state(engine.state())
+    rng = np.random.default_rng(0)
+    for count in (1, 1, 1, 2, 2, 2, 1):
+        terms = tuple((int(rng.integers(2**63)), float(np.float32(rng.normal() * 1e-2))) for _ in range(count))
+        update = Update((*terms, (3, 0.0)), keep=float(np.float32(1 - 1e-3)))
+        engine.apply([update, Update()])
+        twin.apply([update, Update()])
+    assert engine.digest() == twin.digest()
+
+
+@on_a_gpu
+def test_graphs_are_few(monkeypatch):
+    monkeypatch.setattr("mezzo.engines.torch.graphs.MOST", 3)
+    engine = engine_of(make_roberta(), SPACES["lora"], unit=Unit(4, pad_to=8))
+    for length in (5, 12, 20, 28, 5, 12, 20, 28):
+        for _ in range(3):
+            engine.score(make_batch(4, lengths=(length, length + 1)), PAIR)
+        assert len(engine.graphs.captured) <= 3
+
+
+@on_a_gpu
+def test_candidates_without_shared_prompts():
+    engine = engine_of(make_llama(), SPACES["lora"], unit=Unit(8))
+    rng = np.random.default_rng(5)
+
+    def tokens(low: int, high: int) -> tuple[int, ...]:
+        return tuple(int(t) for t in rng.integers(5, VOCAB, size=rng.integers(low, high)))
+
+    prompts = tuple(Prompt(tokens(4, 12), label=0, candidates=(tokens(1, 4), tokens(1, 4))) for _ in range(4))
+    batch = Batch(prompts, Readout("candidates"))
+    shared = engine.score(batch, PAIR)
+    engine.share_prompts = False
+    for _ in range(3):
+        np.testing.assert_allclose(engine.score(batch, PAIR), shared, rtol=1e-4, atol=1e-4)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+def test_sixteen_bit_slopes_are_those_of_float32(space):
+    """The difference of both signs survives sixteen-bit activations: what the estimator sees is right to a tenth."""
+    batch, probes = make_batch(32), (Probe(((7, 0.01),)), Probe(((7, -0.01),)))
+    exact = engine_of(make_roberta().to(torch.bfloat16).float(), space).score(batch, probes)
+    found = engine_of(make_roberta().to(torch.bfloat16), space).score(batch, probes)
+    wanted, seen = (s[0] - s[1] for s in (exact, found))
+    assert np.linalg.norm(seen - wanted) < 0.35 * np.linalg.norm(wanted)
