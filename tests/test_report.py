@@ -128,6 +128,14 @@ def test_a_strangers_run_cannot_put_code_into_the_page(run, tmp_path):
         ElementTree.parse(plot)
 
 
+def test_the_prefix_cache_of_an_engine_that_has_one_is_reported(run, tmp_path):
+    assert "prefix cache" not in mezzo.report(run, out=tmp_path / "without.html").read_text()
+    counted = {"event": "engine", "step": 1, "cached_tokens": 1500, "computed_tokens": 500}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(counted) + "\n")
+    assert "1,500 tokens of 2,000 (75%)" in mezzo.report(run, out=tmp_path / "with.html").read_text()
+
+
 def test_runs_that_did_not_end_say_so(run, tiny_folder, tiny_data, tmp_path):
     kept = [line for line in (run / "metrics.jsonl").read_text().splitlines(True) if '"result"' not in line]
     (run / "metrics.jsonl").write_text("".join(kept))

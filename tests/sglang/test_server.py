@@ -138,6 +138,7 @@ def test_the_example_trains_and_its_demonstrations_come_from_the_cache(servers, 
     (line,) = [entry for entry in folder.metrics() if entry["event"] == "engine"]
     assert line["cached_tokens"] > 2 * line["computed_tokens"] > 0
     assert f"{line['cached_tokens']} tokens came from the prefix cache" in done.stdout
+    assert f"{line['cached_tokens']:,} tokens of" in api.report(folder.path, out=tmp_path / "r.html").read_text()
 
 
 def test_a_server_with_another_model_is_refused(servers, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
@@ -151,11 +151,20 @@ def _trained(story: Story) -> str:
         ("label words", ", ".join(f"{a} → {b}" for a, b in words.items()) if isinstance(words, dict) else words),
         *((name.replace("_", " "), config.get(name)) for name in method),
         ("engine", " ".join(str(start[key]) for key in ("engine", "device") if key in start)),
+        ("prefix cache", _cache(story.engine)),
         ("torch", start.get("torch")),
         ("base digest", str(story.header.get("base", ""))[:16]),
         ("weights digest", str(story.result.get("digest", ""))[:16]),
     ]
     return f"{parts.heading('What was trained')}{parts.facts(facts)}"
+
+
+def _cache(engine: Mapping[str, Any]) -> str:
+    """How many tokens came from the engine's prefix cache, by its own count; nothing where it counts none."""
+    cached, computed = number(engine.get("cached_tokens")), number(engine.get("computed_tokens"))
+    if cached is None or not computed:
+        return ""
+    return f"{parts.count(cached)} tokens of {parts.count(cached + computed)} ({cached / (cached + computed):.0%})"
 
 
 def _commands(story: Story) -> str:

@@ -54,6 +54,8 @@ class Story:
     commands: Sequence[str]
     mistakes: Sequence[Mapping[str, Any]]
     start: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """What the engine said of itself at the end: its counters."""
     failure: str = ""
     alive: bool = False
 
@@ -149,6 +151,7 @@ def story_of(path: str | Path) -> Story:
         zero_shot=next((look for e in events if e.get("event") == "zero-shot" and (look := _look(e, "test"))), None),
         result=_last(events, "result"),
         start=_last(events, "start"),
+        engine=_last(events, "engine"),
         warnings=[
             (int(number(e.get("step")) or 0), str(e.get("kind", "note")), str(e.get("text", "")))
             for e in events
