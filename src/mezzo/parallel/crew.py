@@ -111,6 +111,7 @@ class Crew:
 
     def _drop(self, member: Member) -> None:
         self.members.remove(member)
+        member.order = member.job = member.position = None
         member.link.kill()
 
     # ---- orders and replies

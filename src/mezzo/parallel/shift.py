@@ -18,8 +18,9 @@ from mezzo.parallel.crew import Crew, Member, error_of
 from mezzo.parallel.orders import Answer, Failed
 from mezzo.types import Batch
 
-LATE, LATE_SECONDS = 4.0, 0.25
-"""A unit is offered to others after this many times its expected time, and not before these seconds."""
+LATE, LATE_SECONDS = 2.0, 0.25
+"""A unit is offered to others after this many times its expected time, and not before these seconds. Only those take it who
+have nothing else to do: what waits in the queue comes first."""
 LOST, LOST_SECONDS = 40.0, 60.0
 """And its worker is ended after these, unless --worker-timeout says otherwise."""
 FIRST_SECONDS = 600.0
@@ -56,14 +57,11 @@ class Pace:
 class Job:
     """What one member was given: some units, as the pieces its engine computes."""
 
-    shift: Shift
     works: frozenset[Work]
     pieces: list[Piece]
+    cost: int
+    late: float
     offered: bool = False
-
-    @property
-    def cost(self) -> int:
-        return sum(piece.cost for piece in self.pieces)
 
 
 @dataclass
@@ -89,9 +87,11 @@ class Shift:
         self.crew, self.pace, self.cost = crew, pace, cost
         self.question, self.cut, self.extra = question, cut, extra
         self.order = {work: place for place, work in enumerate(works)}
-        # The longest first: what is left for the end is short.
-        self.waiting = list(reversed(works))
         self.open = set(works)
+        # The longest first: what is left for the end is short.
+        self.waiting = deque(reversed(works))
+        self.queued = set(works)
+        self.given: dict[Member, Job] = {}
         self.found: dict[Work, Any] = {}
         self.doubts: dict[Work, Doubt] = {}
         self.failures: dict[Work, int] = {}
@@ -100,52 +100,67 @@ class Shift:
         """What was found, unit by unit."""
         while self.open:
             self.crew.staff()
-            for member in self.crew.free:
-                if job := self._next(member):
-                    values = (job.pieces, *self.extra)
-                    self.crew.order(member, self.question, values, self.pace.limit(job.cost), job)
+            self._hand_out()
             for member, _, job, reply in self.crew.replies(self._patience()):
-                if isinstance(job, Job) and job.shift is self and self.open & job.works:
+                if self.given.get(member) is job and isinstance(job, Job):
+                    del self.given[member]
                     self._received(member, job, reply)
+                    self._take_back(job)
             self._recover()
         return self.found
 
     # ---- out
 
-    def _next(self, member: Member) -> Job | None:
-        fitting = [work for work in self.waiting if not self._answered_by(member, work)]
-        if not fitting:
-            return None
-        size = max(1, len(fitting) // (2 * max(1, len(self.crew.up()))))
-        chosen = sorted(fitting[:size], key=self.order.__getitem__)
-        self.waiting = [work for work in self.waiting if work not in chosen]
-        return Job(self, frozenset(chosen), self.cut(chosen))
+    def _hand_out(self) -> None:
+        shares = 2 * max(1, len(self.crew.up()))
+        for member in self.crew.free:
+            if not self.waiting:
+                return
+            if works := self._next(member, max(1, len(self.waiting) // shares)):
+                pieces = self.cut(works)
+                cost = sum(piece.cost for piece in pieces)
+                job = self.given[member] = Job(frozenset(works), pieces, cost, self.pace.late(cost))
+                self.crew.order(member, self.question, (pieces, *self.extra), self.pace.limit(cost), job)
+
+    def _next(self, member: Member, size: int) -> list[Work]:
+        """Units for a member, as whole as they were cut: in their order."""
+        chosen: list[Work] = []
+        aside: list[Work] = []
+        while self.waiting and len(chosen) < size:
+            work = self.waiting.popleft()
+            if work in self.open:
+                (aside if self._answered_by(member, work) else chosen).append(work)
+        self.waiting.extendleft(aside)
+        self.queued.difference_update(chosen)
+        return sorted(chosen, key=self.order.__getitem__)
 
     def _answered_by(self, member: Member, work: Work) -> bool:
         """A doubtful unit goes to somebody else, as long as there is somebody else."""
         given = [who for who, _ in self.doubts[work].answers] if work in self.doubts else []
         return member in given and any(other not in given for other in self.crew.members)
 
-    def _busy(self) -> list[tuple[Member, Job]]:
-        mine = ((m, m.job) for m in self.crew.members if isinstance(m.job, Job))
-        return [(member, job) for member, job in mine if job.shift is self]
-
     def _patience(self) -> float:
         """Until the next unit is late."""
-        due = [m.since + (m.limit if job.offered else self.pace.late(job.cost)) for m, job in self._busy()]
+        due = [m.since + (m.limit if job.offered else job.late) for m, job in self.given.items()]
         return max(0.001, min([0.5, *(moment - time.monotonic() for moment in due)]))
 
     def _recover(self) -> None:
         """Offer what is late again, end who is silent, and take back what they had."""
         now = time.monotonic()
-        for member, job in self._busy():
-            if not job.offered and now - member.since > self.pace.late(job.cost):
+        self.crew.overdue()
+        for member, job in list(self.given.items()):
+            if member.job is not job:  # the member is gone
+                del self.given[member]
+                self._take_back(job)
+            elif not job.offered and now - member.since > job.late:
                 job.offered = True
                 self.cost.late += len(job.works)
-        self.crew.overdue()
-        held = {work for _, job in self._busy() if not job.offered for work in job.works}
-        back = self.open - held - set(self.waiting)
-        self.waiting = [w for w in self.waiting if w in self.open] + sorted(back, key=self.order.__getitem__)
+                self._take_back(job)
+
+    def _take_back(self, job: Job) -> None:
+        back = sorted((self.open & job.works) - self.queued, key=self.order.__getitem__)
+        self.waiting.extend(back)
+        self.queued.update(back)
 
     # ---- in
 
@@ -183,7 +198,7 @@ class Shift:
         if genuine or len(doubt.answers) >= OPINIONS:
             self._accept(work, scores)
         else:
-            self.cost.recomputed += 1  # `_recover` puts it back in the queue
+            self.cost.recomputed += 1  # it goes back into the queue
 
     def _accept(self, work: Work, value: Any) -> None:
         self.crew.proven()
