@@ -38,7 +38,8 @@ def attach(model: nn.Module, population: Population, scaling: float) -> None:
         trained_lora = lora if any(name in population.trained for name in lora) else None
         if own or trained_lora or module is head:
             grown = _grown(module, path, population, own, trained_lora, scaling, module is head)
-            always = trained_lora is not None or module is head
+            widened = any(population.value(name).dtype != population.compute for name in own.values())
+            always = trained_lora is not None or module is head or widened
             module.forward = _switch(module.forward, grown, population, always)  # type: ignore[method-assign]
 
 
@@ -67,7 +68,7 @@ def _grown(
 
 
 def _switch(original: Forward, grown: Forward, population: Population, always: bool) -> Forward:
-    """`always`: at the unperturbed weights too, as LoRA's term and the readout's words are there as well."""
+    """`always`: at the unperturbed weights too, where there are LoRA's term, the readout's words, or weights to be widened."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         ours = population.probes if always else population.perturbed
