@@ -99,8 +99,9 @@ def _recorded(content: Content) -> tuple[dict[str, Any], Unit, Task]:
     """What the header of a run to be continued says; it may be anybody's."""
     header = content.header
     try:
-        unit = Unit(**{name: int(header["unit"][name]) for name in ("rows", "members", "pad_to")})
-        if min(unit.rows, unit.members, unit.pad_to) < 1 or unit.pad_to > LONGEST_PAD:
+        sizes = {name: int(header["unit"][name]) for name in ("rows", "members", "pad_to")}
+        unit = Unit(**sizes, waste=float(header["unit"].get("waste", 1.0)))
+        if min(unit.rows, unit.members, unit.pad_to) < 1 or unit.pad_to > LONGEST_PAD or not 0 <= unit.waste <= 1:
             raise ValueError(f"a unit of work of {unit}")
         return dict(header["config"]), unit, get_task(dict(header["task"]))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
