@@ -180,7 +180,17 @@ def options_of(parser: Any) -> set[str]:
     return {name for verb in (parser, *verbs) for action in verb._actions for name in action.option_strings}
 
 
-ELSEWHERE = {"--local-dir", "--editable", "--constraint", "--fix", "--quiet", "--logdir"}
+ELSEWHERE = {
+    "--nproc-per-node",
+    "--max-restarts",
+    "--head",
+    "--local-dir",
+    "--editable",
+    "--constraint",
+    "--fix",
+    "--quiet",
+    "--logdir",
+}
 """Options of other programs that pages mention."""
 
 
