@@ -1,6 +1,6 @@
 """Two workers pinned to one core each against one, in one process and interleaved; and what a message costs the driver.
 
-python benchmarks/workers.py [--model mezzo/roberta-mini] [--space lora full] [--batch 32] [--steps 10] [--rounds 5]
+python benchmarks/workers.py [--model mezzo/roberta-mini] [--space lora full] [--batch 64] [--steps 10] [--rounds 5]
 
 The machine should have nothing else to do. `--check 1.6` exits 1 where the ratio is smaller. The ratio by processor time, twice
 one worker's against the sum of two, is what doing some work twice leaves of 2; it means something beside other programs too.
@@ -88,8 +88,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="mezzo/roberta-mini")
     parser.add_argument("--space", nargs="+", default=["lora", "full"])
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--check", type=float, default=0.0, help="smallest ratio that passes")

@@ -181,16 +181,15 @@ def options_of(parser: Any) -> set[str]:
 
 
 ELSEWHERE = {
-    *(
-        "--local-dir",
-        "--editable",
-        "--constraint",
-        "--fix",
-        "--quiet",
-        "--logdir",
-        "--nproc-per-node",
-        "--max-restarts",
-    ),
+    "--nproc-per-node",
+    "--max-restarts",
+    "--head",
+    "--local-dir",
+    "--editable",
+    "--constraint",
+    "--fix",
+    "--quiet",
+    "--logdir",
 }
 """Options of other programs that pages mention."""
 
