@@ -75,7 +75,7 @@ class Exchange:
     def ask(self, orders: Sequence[bytes], seconds: float) -> list[bytes]:
         """Rank 0: everybody's reply to everybody's own order."""
         self.whole = False
-        self.ranks.broadcast(packed(list(orders)))
+        self.ranks.broadcast(packed(list(orders)), seconds)
         reply, _ = self.service.reply(orders[0])
         replies = self.ranks.gather(reply, seconds)
         self.whole = True
@@ -87,7 +87,7 @@ class Exchange:
         self.service.close()
         if self.whole:
             if self.ranks.rank == 0:
-                self.ranks.broadcast(packed([]))
+                self.ranks.broadcast(packed([]), SECONDS)
             self.ranks.close()
 
 

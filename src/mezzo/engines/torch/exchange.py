@@ -39,36 +39,33 @@ class Ranks:
         meeting = world.PrefixStore(_met(store, self.rank, self.size), store)
         dist.init_process_group(backend, store=meeting, rank=self.rank, world_size=self.size, timeout=PATIENCE)
 
-    def broadcast(self, data: bytes | None) -> bytes:
+    def broadcast(self, data: bytes | None, seconds: float | None = None) -> bytes:
         """What rank 0 says, on every rank."""
         length = torch.tensor([len(data or b"")], dtype=torch.int64, device=self.device)
-        dist.broadcast(length, src=0)
+        self._finished(dist.broadcast(length, src=0, async_op=True), seconds)
         payload = self._tensor(data) if data is not None else self._room(int(length))
-        dist.broadcast(payload, src=0)
+        self._finished(dist.broadcast(payload, src=0, async_op=True), seconds)
         return payload.cpu().numpy().tobytes()
 
     def gather(self, data: bytes, seconds: float | None = None) -> list[bytes]:
         """What every rank says, on every rank; one that is silent for `seconds` ends the run."""
         lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
         own = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
-        self._gathered(lengths, own, seconds)
+        self._finished(dist.all_gather(lengths, own, async_op=True), seconds)
         longest = max(int(length) for length in lengths)
         parts = [self._room(longest) for _ in range(self.size)]
-        self._gathered(parts, self._tensor(data.ljust(longest, b"\0")), seconds)
+        self._finished(dist.all_gather(parts, self._tensor(data.ljust(longest, b"\0")), async_op=True), seconds)
         return [part[: int(n)].cpu().numpy().tobytes() for part, n in zip(parts, lengths, strict=True)]
 
-    def _gathered(self, parts: list[Tensor], own: Tensor, seconds: float | None) -> None:
-        work = dist.all_gather(parts, own, async_op=True)
-        assert work is not None
+    def _finished(self, work: Any, seconds: float | None) -> None:
         try:
-            finished = work.wait(timedelta(seconds=seconds)) if seconds else work.wait()
+            work.wait(timedelta(seconds=seconds) if seconds else PATIENCE)
         except RuntimeError as error:
             reason = f"a rank did not answer within {seconds:.3g} s" if seconds else "a rank has gone"
             raise RunFailed(
                 f"{reason} ({str(error).splitlines()[0][:120]}). The journal holds the run up to here: torchrun's "
                 "--max-restarts goes on from there, and so does --resume"
             ) from None
-        assert finished
 
     def _tensor(self, data: bytes) -> Tensor:
         return torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8).to(self.device)
