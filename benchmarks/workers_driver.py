@@ -43,6 +43,8 @@ class Standin:
 
     def kill(self) -> None: ...
 
+    def release(self) -> None: ...
+
 
 away = 0.0
 """Seconds that the stand-ins took: not the driver's."""

@@ -49,7 +49,7 @@ def headline(values: dict[str, Any]) -> str:
     where = f"on {values['device']}" + (
         f" ({values['threads']} thread{'s' * (values['threads'] > 1)})" if values["device"] == "cpu" else ""
     )
-    where += f", {values['workers']} workers" if values.get("workers") else ""
+    where += f", {count} worker{'s' * (count > 1)}" if (count := values.get("workers")) else ""
     return (
         f"training {values['space']}: {trained:,} values of a {total:,}-parameter model, {values['train']} examples, "
         f"lr {values['lr']:g}, eps {values['eps']:g}, {where}; writing {values['out']}"

@@ -27,13 +27,14 @@ class Cost:
     _step_bytes: int = 0
     _step_busy: float = 0.0
     _step_span: float = 0.0
-    _mark: float | None = None
+    _mark: float = 0.0
 
     def begin(self, training: bool) -> None:
-        """A scoring begins."""
+        """A scoring begins. Time counts in training steps only, and between two that follow each other."""
+        if not (training and self.training):
+            self._mark = time.perf_counter()
         self.training = training
         self.steps += training
-        self._mark = self._mark or time.perf_counter()
 
     def moved(self, count: int, scoring: bool) -> None:
         if scoring and self.training:
@@ -43,15 +44,17 @@ class Cost:
             self.other_bytes += count
 
     def worked(self, seconds: float) -> None:
-        self.busy += seconds
-        self._step_busy += seconds
+        if self.training:
+            self.busy += seconds
+            self._step_busy += seconds
 
     def end(self, workers: int) -> None:
-        """A scoring is over: count the time since the last one ended, for each worker."""
+        """A scoring is over; each of the workers has had that time."""
         now = time.perf_counter()
-        passed = workers * (now - (self._mark or now))
-        self.span += passed
-        self._step_span += passed
+        if self.training:
+            passed = workers * (now - self._mark)
+            self.span += passed
+            self._step_span += passed
         self._mark = now
 
     def step_line(self) -> dict[str, Any]:

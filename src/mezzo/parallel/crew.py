@@ -65,7 +65,7 @@ class Crew:
         """Hire what is missing; send home what is too many."""
         while len(self.members) > self.wanted:
             spare = next((m for m in reversed(self.members) if m.order is None), self.members[-1])
-            self._drop(spare)
+            self._drop(spare, peacefully=True)
         while len(self.members) < self.wanted and time.monotonic() >= self._hire_at:
             try:
                 link = self.transport.hire()
@@ -109,10 +109,11 @@ class Crew:
                 f"{self._last_words}. The journal holds the run up to here: continue with --resume"
             )
 
-    def _drop(self, member: Member) -> None:
+    def _drop(self, member: Member, peacefully: bool = False) -> None:
         self.members.remove(member)
+        idle = member.free
         member.order = member.job = member.position = None
-        member.link.kill()
+        (member.link.release if idle and peacefully else member.link.kill)()
 
     # ---- orders and replies
 
@@ -216,7 +217,7 @@ class Crew:
 
     def close(self) -> None:
         for member in list(self.members):
-            self._drop(member)
+            self._drop(member, peacefully=True)
         self.transport.close()
 
 

@@ -21,6 +21,10 @@ class Link(Protocol):
         """End the worker, whatever it is doing."""
         ...
 
+    def release(self) -> None:
+        """Let a worker that has nothing to do end by itself: its engine may have processes of its own to end."""
+        ...
+
 
 class Transport(Protocol):
     """Where workers live."""

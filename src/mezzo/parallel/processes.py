@@ -41,6 +41,9 @@ class ProcessLink:
                     os.kill(self.pid, signal.SIGKILL)
             self.connection.close()
 
+    def release(self) -> None:
+        self.connection.close()
+
     def _ended(self) -> bool:
         try:
             return socket_at_end(self.connection.fileno())

@@ -36,6 +36,9 @@ class ActorLink:
     def send(self, data: bytes) -> None:
         self.reply = self.actor.reply.remote(data)
 
+    def release(self) -> None:
+        self.actor.__ray_terminate__.remote()
+
     def kill(self) -> None:
         import ray
 
