@@ -176,9 +176,12 @@ class Folder:
         write_atomically(self.path / METRICS, data)
         return kept
 
-    def want_workers(self, count: int) -> None:
-        """Ask a running driver for another number of workers."""
-        write_atomically(self.path / WORKERS, b"%d\n" % count)
+    def want_workers(self, count: int | None) -> None:
+        """Ask a running driver for another number of workers; None takes back what was asked."""
+        if count is None:
+            (self.path / WORKERS).unlink(missing_ok=True)
+        else:
+            write_atomically(self.path / WORKERS, b"%d\n" % count)
 
     def wanted_workers(self) -> int | None:
         """How many workers were asked for since the run began; None when nobody asked, or not for a number."""

@@ -179,6 +179,7 @@ def _joined(
     )
     if isinstance(engine, Workers):
         told = lambda text: events("worker", {"step": trainer.step, "text": text})  # noqa: E731
+        folder.want_workers(None)  # what was asked of an earlier driver
         engine.join(str(folder.snapshots.folder), told, folder.wanted_workers)
     known = [e for e in earlier if e.get("event") == "zero-shot"]
     session = Session(parts, splits, engine, folder, journal, trainer, events, splits.test, list(earlier))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,6 +42,24 @@ def test_any_number_of_ranks_ends_with_the_digest_of_one_process(base, alone, tm
     assert [run["digest"] for run in found] == [alone[space] for space in spaces]
     assert all(run["workers"]["count"] == count for run in found)
     assert all(0 < run["workers"]["bytes_per_step"] < 10_000 for run in found)
+
+
+@pytest.mark.slow
+def test_a_rank_that_drifts_or_returns_no_numbers_is_rebuilt(base, alone, tmp_path):
+    plan, runs = tmp_path / "plan.json", []
+    for kind in ("nan", "drift"):
+        shutil.copytree(base["model"], tmp_path / kind)
+        fault = {"fault": {"kind": kind, "after": 20}, "model": str(tmp_path / kind), "check_workers": 5}
+        runs.append({**base, **fault, "out": str(tmp_path / f"run-{kind}")})
+    plan.write_text(json.dumps(runs))
+    command = [*torchrun(2), "-m", "tests.parallel.several_runs", str(plan)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    nan, drift = json.loads(plan.read_text())
+    assert nan["digest"] == alone["lora"]
+    assert (nan["workers"]["rebuilt"], drift["workers"]["rebuilt"]) == (1, 2), "without a majority both are rebuilt"
+    assert nan["workers"]["recomputed_units"] > 0
+    assert api.verify(tmp_path / "run-drift").ok
 
 
 @pytest.mark.slow

@@ -179,6 +179,10 @@ def test_workers_can_be_added_and_sent_home_during_a_run(base, alone, tmp_path):
         seen.add(len(session.engine.crew.up()))
     assert session.result().digest == alone["lora"]
     assert seen >= {1, 3, 2}
+    assert Folder(tmp_path / "r").wanted_workers() == 2
+    again = api.open_session(resume=str(tmp_path / "r"), workers=4, steps=base["steps"] + 1)
+    again.close()
+    assert Folder(tmp_path / "r").wanted_workers() is None, "asked of the driver that was there then"
 
 
 # ---- kill -9

@@ -101,12 +101,17 @@ def workers(options: Namespace) -> Any:
     from mezzo.run import Folder
 
     folder = Folder.open(options.run)
+    began_with = folder.read_config().get("workers")
+    if not began_with:
+        raise ConfigError(
+            f"{folder.path} runs without workers; 'mezzo train --resume {folder.path} --workers N' adds some"
+        )
     if options.count is not None:
         if options.count < 1:
             raise ConfigError(f"a run needs at least one worker, not {options.count}")
         folder.want_workers(options.count)
-    wanted = folder.wanted_workers() or folder.read_config().get("workers")
-    _show(options, f"{folder.path} wants {wanted} workers" if wanted else f"{folder.path} runs in a single process")
+    wanted = folder.wanted_workers() or began_with
+    _show(options, f"{folder.path} wants {wanted} workers")
     return {"run": str(folder.path), "workers": wanted}
 
 

@@ -116,9 +116,9 @@ class RankEngine(WorkersEngine):
     def answers(self, question: str, batch: Batch, probes: Sequence[Probe], *extra: Any) -> dict[Work, Any]:
         self.cost.begin(training=any(probe.terms for probe in probes))
         found: dict[Work, Any] = {}
-        works, doubts = units_of(batch, len(probes), self.unit), dict[Work, Scores]()
-        for turn in range(OPINIONS):
-            pieces = [self.pieces(batch, probes, share) for share in self._shares(works, turn)]
+        works, doubts = units_of(batch, len(probes), self.unit), dict[Work, tuple[int, Scores]]()
+        for _ in range(OPINIONS):
+            pieces = [self.pieces(batch, probes, share) for share in self._shares(works, doubts)]
             replies = self._ask(question, [(each, self.unit, *extra) for each in pieces], self.seconds, scoring=True)
             doubts = self._taken(question, pieces, replies, doubts, found)
             works = list(doubts)
@@ -127,11 +127,12 @@ class RankEngine(WorkersEngine):
         self.cost.end(self.size)
         return found
 
-    def _shares(self, works: Sequence[Work], turn: int) -> list[list[Work]]:
-        """Units dealt out in turn; another `turn` deals the same unit to another rank."""
+    def _shares(self, works: Sequence[Work], doubts: Mapping[Work, tuple[int, Scores]]) -> list[list[Work]]:
+        """Units dealt out in turn; a doubtful one goes to the rank behind the one that gave it."""
         shares: list[list[Work]] = [[] for _ in range(self.size)]
         for place, work in enumerate(works):
-            shares[(place + turn) % self.size].append(work)
+            rank = doubts[work][0] + 1 if work in doubts else place
+            shares[rank % self.size].append(work)
         return shares
 
     def _taken(
@@ -139,11 +140,12 @@ class RankEngine(WorkersEngine):
         question: str,
         pieces: Sequence[Sequence[Piece]],
         replies: Sequence[Sequence[Any]],
-        doubts: Mapping[Work, Scores],
+        doubts: Mapping[Work, tuple[int, Scores]],
         found: dict[Work, Any],
-    ) -> dict[Work, Scores]:
+    ) -> dict[Work, tuple[int, Scores]]:
         """Put answers in their places; return those that are no numbers, unless another rank has found the same."""
-        left: dict[Work, Scores] = {}
+        left: dict[Work, tuple[int, Scores]] = {}
+        wrong: set[int] = set()
         for rank, (asked, values) in enumerate(zip(pieces, replies, strict=True)):
             for piece, value in zip(asked, values, strict=True):
                 if question == "score" and not well_formed(value, piece):
@@ -153,10 +155,14 @@ class RankEngine(WorkersEngine):
                         found[work] = [texts[rows] for texts in value]
                         continue
                     found[work] = scores = value[:, rows, : width_of(batch)]
-                    known = work in doubts and np.array_equal(doubts[work], scores, equal_nan=True)
-                    if not known and not are_numbers(scores, batch):
-                        left[work] = scores
+                    if are_numbers(scores, batch):
+                        wrong |= {doubts[work][0]} - {rank} if work in doubts else set()
+                    elif work not in doubts or not np.array_equal(doubts[work][1], scores, equal_nan=True):
+                        left[work] = (rank, scores)
                         self.cost.recomputed += 1
+        for rank in sorted(wrong):
+            self.cost.rebuilt += 1
+            self.rebuild(rank, "it returned no numbers where another found some")
         return left
 
     def all(self, question: str, *values: Any) -> dict[Any, Any]:
