@@ -8,8 +8,9 @@ RUN := $(VENV)/bin/python
 demo: $(VENV)/.installed
 	$(VENV)/bin/mezzo train
 
+# Two at a time, a thread each: most tests are too small to use two cores.
 test: $(VENV)/.installed-dev
-	$(RUN) -m pytest
+	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses 2 --dist worksteal
 
 # The real SGLang on the CPU, in an environment of its own that is built once.
 test-sglang:
