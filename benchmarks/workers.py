@@ -98,8 +98,8 @@ def main() -> int:
     if len(cores) < 2:
         parser.error("two cores are needed")
     vocabulary = load_config(options.model).vocab_size
-    print("| space | one worker, ms a step | two workers | ratio | by processor time | bytes a step | waiting |")
-    print("|---|---|---|---|---|---|---|")
+    print("| space | one worker, ms a step | two workers | ratio | by processor time | bytes a step |")
+    print("|---|---|---|---|---|---|")
     worst = float("inf")
     for space in options.space:
         crews = {count: opened(options.model, space, cores[:count], options.micro_batch) for count in (1, 2)}
@@ -120,7 +120,7 @@ def main() -> int:
         cost = crews[2].total_cost()
         shared = 2 * used[1] / used[2]
         row = (space, f"{one:.1f}", f"{two:.1f}", f"{ratio:.2f}", f"{shared:.2f}", str(cost["bytes_per_step"]))
-        print(f"| {' | '.join(row)} | {cost['waiting']:.0%} |")
+        print(f"| {' | '.join(row)} |")
         worst = min(worst, ratio)
         for engine in crews.values():
             engine.close()
