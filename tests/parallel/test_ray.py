@@ -31,10 +31,11 @@ def ray() -> Any:
     ray.shutdown()
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_any_number_of_actors_ends_with_the_digest_of_one_process(ray, base, alone, tmp_path, count):
-    run = api.finetune(**base, workers=count, ray_address="local", out=str(tmp_path / "r"))
-    assert run.digest == alone["lora"]
+@pytest.mark.parametrize(("space", "count"), [("lora", 1), ("lora", 2), ("lora", 4), ("full", 1), ("full", 4)])
+def test_any_number_of_actors_ends_with_the_digest_of_one_process(ray, base, alone, tmp_path, space, count):
+    """Two actors in the full space are the next test's."""
+    run = api.finetune(**{**base, "space": space}, workers=count, ray_address="local", out=str(tmp_path / "r"))
+    assert run.digest == alone[space]
     assert (run.workers["count"], run.workers["lost"]) == (count, 0)
 
 
