@@ -65,7 +65,9 @@ def test_a_prefix_has_a_card_whose_code_loads(tiny_folder, tiny_data, tmp_path):
     run = mezzo.finetune(tiny_folder, **options, steps=2, out=str(tmp_path / "run"))
     folder = mezzo.export(run.out, "adapter")
     (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.S)
-    exec(code.replace("THIS FOLDER", str(folder)).replace(f'"{Path(tiny_folder).name}"', f'"{tiny_folder}"'), {})
+    names: dict = {}
+    exec(code.replace("THIS FOLDER", str(folder)).replace(f'"{Path(tiny_folder).name}"', f'"{tiny_folder}"'), names)
+    assert names["model"].num_parameters() > 0
 
 
 def test_a_strangers_words_do_not_become_code_of_the_card(run):

@@ -38,21 +38,30 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def refused(place: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a command that must say no; return what it said."""
+def answered(place: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Run a command: its exit code and what it said. A refusal is one line, and nothing is written outside a run."""
 
-    def call(*arguments: str, codes: tuple[int, ...] = (2,)) -> str:
-        before = tree(place)
+    def call(*arguments: str) -> tuple[int, str]:
+        before = _outside(place)
         code = main(list(arguments))
         said = capsys.readouterr().err
-        assert code in codes, (code, said)
         if code == 2:
             assert said.startswith("mezzo: "), said
             assert said.count("\n") == 1, said
             assert "Traceback" not in said
-        assert {path: size for path, size in tree(place).items() if not _inside_a_run(path)} == {
-            path: size for path, size in before.items() if not _inside_a_run(path)
-        }
+        assert _outside(place) == before
+        return code, said
+
+    return call
+
+
+@pytest.fixture
+def refused(answered: Callable[..., tuple[int, str]]) -> Callable[..., str]:
+    """Run a command that must say no; return what it said."""
+
+    def call(*arguments: str) -> str:
+        code, said = answered(*arguments)
+        assert code == 2, (code, said)
         return said
 
     return call
@@ -62,8 +71,8 @@ def tree(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()}
 
 
-def _inside_a_run(path: str) -> bool:
-    return path.startswith("run/")
+def _outside(place: Path) -> dict[str, int]:
+    return {path: size for path, size in tree(place).items() if not path.startswith("run/")}
 
 
 def copy_of(run: Path, place: Path) -> Path:

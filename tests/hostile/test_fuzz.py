@@ -19,6 +19,7 @@ from mezzo.compact import MAGIC, export_compact, import_compact
 from mezzo.errors import MezzoError
 from mezzo.journal import read
 from mezzo.tasks import load_examples
+from mezzo.types import Example
 from tests.hostile.conftest import copy_of, lines_of, signed
 
 QUICK = settings(
@@ -50,6 +51,12 @@ def explained(call: Callable[[], Any]) -> Any:
     return line
 
 
+def is_told(call: Callable[[], Any]) -> bool:
+    """Whether it gives examples, or a line that says why not."""
+    found = explained(call)
+    return bool(found) if isinstance(found, str) else all(isinstance(example, Example) for example in found)
+
+
 def paths_of(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [here, *[path for key, item in inner for path in paths_of(item, (*here, key))]]
@@ -74,7 +81,7 @@ SWAPS = st.one_of(VALUES, st.just(DROP))
 
 @SLOWER
 @given(pick=st.integers(0, 10**6), new=SWAPS, verb=st.sampled_from(["verify", "resume"]))
-def test_headers_of_strangers(sound_run, refused, place, pick, new, verb):
+def test_headers_of_strangers(sound_run, answered, place, pick, new, verb):
     run = copy_of(sound_run, place)
     journal = lines_of(run / "journal.jsonl")
     paths = paths_of(journal[0])[1:]
@@ -82,28 +89,31 @@ def test_headers_of_strangers(sound_run, refused, place, pick, new, verb):
     signed(run / "journal.jsonl", journal)
     limits = ["--steps", "5", "--time-limit", "0.05", "--eval-limit", "4", "--threads", "1", "--device", "cpu"]
     command = ["verify", str(run)] if verb == "verify" else ["train", "--resume", str(run), *limits]
-    refused(*command, codes=(0, 1, 2))
+    code, said = answered(*command)
+    assert code in (0, 1, 2), said
 
 
 @QUICK
 @given(number=st.integers(1, 5), pick=st.integers(0, 100), new=SWAPS)
-def test_records_of_strangers(sound_run, refused, place, number, pick, new):
+def test_records_of_strangers(sound_run, answered, place, number, pick, new):
     run = copy_of(sound_run, place)
     journal = lines_of(run / "journal.jsonl")
     number = min(number, len(journal) - 1)
     paths = paths_of(journal[number])[1:]
     journal[number] = changed(journal[number], paths[pick % len(paths)], new)
     signed(run / "journal.jsonl", journal)
-    refused("verify", str(run), codes=(0, 1, 2))
+    code, said = answered("verify", str(run))
+    assert code in (0, 1, 2), said
 
 
 @QUICK
 @given(junk=st.binary(max_size=400), where=st.integers(0, 5000))
-def test_journals_of_bytes(sound_run, refused, place, junk, where):
+def test_journals_of_bytes(sound_run, answered, place, junk, where):
     run = copy_of(sound_run, place)
     data = (run / "journal.jsonl").read_bytes()
     (run / "journal.jsonl").write_bytes(data[:where] + junk + data[where + len(junk) :])
-    refused("export", str(run), "journal", "--out", str(run / "j.mezzo"), codes=(0, 2))
+    code, said = answered("export", str(run), "journal", "--out", str(run / "j.mezzo"))
+    assert code in (0, 2), said
 
 
 @QUICK
@@ -142,7 +152,7 @@ def test_metrics_and_settings_of_strangers(sound_run, refused, place, line, pick
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(changed(found, (list(found)[pick % len(found)],), new)))
-    refused("eval", str(run), "--data", str(run / "none.jsonl"), codes=(2,))
+    assert refused("eval", str(run), "--data", str(run / "none.jsonl"))
 
 
 TOML = """[model]
@@ -157,11 +167,13 @@ words = ["negative=bad", "positive=good"]
 
 @QUICK
 @given(junk=st.text(max_size=40), where=st.integers(0, len(TOML)))
-def test_configurations(refused, place, junk, where):
+def test_configurations(answered, place, junk, where):
     path = place / "c.toml"
     path.write_text(TOML[:where] + junk + TOML[where + len(junk) :], encoding="utf-8", errors="replace")
-    refused("train", "--config", str(path), "--print-config", codes=(0, 2))
-    refused("tasks", "show", str(path), codes=(0, 2))
+    code, said = answered("train", "--config", str(path), "--print-config")
+    assert code in (0, 2), said
+    code, said = answered("tasks", "show", str(path))
+    assert code in (0, 2), said
 
 
 @pytest.mark.parametrize(
@@ -170,7 +182,7 @@ def test_configurations(refused, place, junk, where):
 )
 def test_configurations_that_are_too_much(content, refused, place):
     (place / "c.toml").write_text(content)
-    refused("train", "--config", str(place / "c.toml"))
+    assert refused("train", "--config", str(place / "c.toml"))
 
 
 KINDS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet")
@@ -200,7 +212,7 @@ def test_data_files(tmp_path, kind, junk, where, whole):
     path = tmp_path / f"data{kind}"
     path.write_bytes(sound[:where] + junk + sound[where + len(junk) :])
     for labelled in (True, "ignore"):
-        explained(lambda labelled=labelled: load_examples(str(path), "sst-2", labelled=labelled))
+        assert is_told(lambda labelled=labelled: load_examples(str(path), "sst-2", labelled=labelled))
 
 
 @settings(QUICK, max_examples=60)
@@ -215,7 +227,7 @@ def test_data_of_any_shape(tmp_path, rows, encoding):
     ):
         (tmp_path / name).write_text(text)
         for task in ("sst-2", "copa", "squad", "record"):
-            explained(lambda name=name, task=task: load_examples(str(tmp_path / name), task, encoding=encoding))
+            assert is_told(lambda name=name, task=task: load_examples(str(tmp_path / name), task, encoding=encoding))
 
 
 MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
@@ -223,27 +235,29 @@ MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
 @SLOWER
 @given(name=st.sampled_from(MODEL_FILES), pick=st.integers(0, 10**6), new=SWAPS)
-def test_model_folders_of_strangers(tiny_folder, tiny_data, refused, place, name, pick, new):
+def test_model_folders_of_strangers(tiny_folder, tiny_data, answered, place, name, pick, new):
     folder = place / "model"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(tiny_folder, folder)
     content = json.loads((folder / name).read_text())
     paths = [path for path in paths_of(content)[1:] if len(path) < 4]
     (folder / name).write_text(json.dumps(changed(content, paths[pick % len(paths)], new)))
-    refused(*evaluated(folder, tiny_data), codes=(0, 2))
+    code, said = answered(*evaluated(folder, tiny_data))
+    assert code in (0, 2), said
 
 
 @QUICK
 @given(
     name=st.sampled_from([*MODEL_FILES, "model.safetensors"]), junk=st.binary(max_size=50), where=st.integers(0, 3000)
 )
-def test_model_folders_of_bytes(tiny_folder, tiny_data, refused, place, name, junk, where):
+def test_model_folders_of_bytes(tiny_folder, tiny_data, answered, place, name, junk, where):
     folder = place / "model"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(tiny_folder, folder)
     data = (folder / name).read_bytes()
     (folder / name).write_bytes(data[:where] + junk + data[where + len(junk) :])
-    refused(*evaluated(folder, tiny_data), codes=(0, 2))
+    code, said = answered(*evaluated(folder, tiny_data))
+    assert code in (0, 2), said
 
 
 def evaluated(folder: Path, data: str) -> list[str]:

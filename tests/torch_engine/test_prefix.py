@@ -51,16 +51,22 @@ def moved(engine: TorchEngine, probe: Probe) -> dict[str, torch.Tensor]:
     }
 
 
-def agree(engine: TorchEngine, batch: Batch, by_hand: Any, scores: np.ndarray | None = None) -> None:
+EXACTLY = {"rtol": 1e-5, "atol": 3e-5}
+
+
+def compared(
+    engine: TorchEngine, batch: Batch, by_hand: Any, scores: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Both members' scores, the engine's and those by hand; the perturbation is seen in them."""
     scores = engine.score(batch, PAIR) if scores is None else scores
-    for index, probe in enumerate(PAIR):
-        tensors = moved(engine, probe)
-        with torch.no_grad():
-            expected = np.stack(
-                [by_hand(p.ids, tensors)[p.position][list(batch.readout.words)].numpy() for p in batch.prompts]
-            )
-        np.testing.assert_allclose(scores[index], expected, rtol=1e-5, atol=3e-5)
     assert np.abs(scores[0] - scores[1]).max() > 1e-3
+    words = list(batch.readout.words)
+    with torch.no_grad():
+        expected = [
+            [by_hand(p.ids, tensors)[p.position][words].numpy() for p in batch.prompts]
+            for tensors in (moved(engine, probe) for probe in PAIR)
+        ]
+    return scores, np.array(expected)
 
 
 @pytest.mark.parametrize("family", CAUSAL)
@@ -82,7 +88,7 @@ def test_scores_equal_a_cache_filled_by_hand(family):
             past_key_values=cache,
         ).logits[0]
 
-    agree(engine, batch, by_hand)
+    np.testing.assert_allclose(*compared(engine, batch, by_hand), **EXACTLY)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "roberta", "llama"])
@@ -119,7 +125,7 @@ def test_scores_equal_a_plain_attention_with_longer_keys(family, monkeypatch):
         tensors.update(now)
         return pristine(input_ids=torch.tensor([ids])).logits[0]
 
-    agree(engine, batch, by_hand, scores)
+    np.testing.assert_allclose(*compared(engine, batch, by_hand, scores), **EXACTLY)
 
 
 def test_roberta_written_out():
@@ -154,7 +160,7 @@ def test_roberta_written_out():
             x = norm(f"{layer}output.LayerNorm", x + inner)
         return part("lm_head.decoder", norm("lm_head.layer_norm", gelu(part("lm_head.dense", x))))
 
-    agree(engine, batch, by_hand)
+    np.testing.assert_allclose(*compared(engine, batch, by_hand), **EXACTLY)
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "unshared"])
