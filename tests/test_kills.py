@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mezzo import api
-from mezzo.config import CHOICES
 from mezzo.journal import read
+from mezzo.limits import CHOICES
 from mezzo.space import SPACES
 from tests.processes import kill_after, start, wait_for
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mezzo import noise, rounding, starts
-from mezzo.config import RunConfig, pairs
+from mezzo.config import RunConfig
 from mezzo.defaults import with_defaults
 from mezzo.engines import open_engine
 from mezzo.engines.base import Engine, EngineSpec
@@ -19,6 +19,7 @@ from mezzo.engines.hub import Family, family_of, load_config, load_tokenizer, lo
 from mezzo.errors import ConfigError, DataError, JournalError, ModelError
 from mezzo.evaluation import Evaluation, Examined, evaluate, evaluate_texts
 from mezzo.files import write_atomically
+from mezzo.limits import pairs
 from mezzo.space import Space
 from mezzo.tasks import Encoder, MLMConfig, Task, bundled_data, get_task, k_shot, load_examples
 from mezzo.types import Example, Prompt, Readout

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mezzo import limits
 from mezzo.errors import ConfigError, nearest
 
 
@@ -142,7 +143,9 @@ def options() -> tuple[dataclasses.Field[Any], ...]:
 
 def from_mapping(values: Mapping[str, Any], source: str = "option") -> RunConfig:
     """A RunConfig from flat keys or from group tables, each value converted and checked."""
-    return _checked(RunConfig(**flatten(values, source)))
+    config = RunConfig(**flatten(values, source))
+    limits.check(config)
+    return config
 
 
 def flatten(values: Mapping[str, Any], source: str = "option") -> dict[str, Any]:
@@ -174,14 +177,6 @@ def from_file(path: Path) -> dict[str, Any]:
     if path.suffix == ".json":
         values = {name: value for name, value in values.items() if value is not None and name != "out"}
     return flatten(values)
-
-
-def pairs(name: str, words: tuple[str, ...], example: str) -> dict[str, str]:
-    """An option of `key=value` pairs as a dict."""
-    split = [word.partition("=") for word in words]
-    if not all(key.strip() and value.strip() for key, _, value in split):
-        raise ConfigError(f"{name} are pairs such as {example}, not {','.join(words)!r}")
-    return {key.strip(): value.strip() for key, _, value in split}
 
 
 def convert(name: str, value: Any) -> Any:
@@ -277,83 +272,3 @@ ELSEWHERE = {
     "report_to": "track",
 }
 """What others call our options."""
-
-
-def _checked(config: RunConfig) -> RunConfig:
-    """What can be said without looking at a model or data."""
-    positive = (
-        "micro_batch",
-        "tp",
-        "k",
-        "max_length",
-        "rank",
-        "prefix_tokens",
-        "noise_rank",
-        "steps",
-        "batch_size",
-        "samples",
-        "eval_every",
-        "threads",
-        "max_new_tokens",
-        "workers",
-    )
-    for name in positive + ("train_limit", "eval_limit"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} must be at least 1, not {value}")
-    for name, most in MOST.items():
-        value = getattr(config, name)
-        if value is not None and value > most:
-            raise ConfigError(f"{name} must be at most {most}, not {value}")
-    for name in ("eps", "time_limit", "alpha", "worker_timeout"):
-        value = getattr(config, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"{name} must be positive, not {value}")
-    for name in (
-        "lr",
-        "weight_decay",
-        "clip",
-        "warmup",
-        "patience",
-        "demonstrations",
-        "snapshot_minutes",
-        "check_workers",
-        "cache_mb",
-    ):
-        value = getattr(config, name)
-        if value is not None and not 0 <= value < float("inf"):
-            raise ConfigError(f"{name} must not be negative, not {value}")
-    for name in ("seed", "data_seed"):
-        value = getattr(config, name)
-        if value is not None and not 0 <= value < 2**63:
-            raise ConfigError(f"{name} must lie between 0 and 2^63, not {value}")
-    if config.engine != "sglang" and (config.url or config.tp != 1):
-        raise ConfigError("--url and --tp belong to SGLang: add --engine sglang")
-    if config.engine != "torch" and config.quantize:
-        raise ConfigError("--quantize belongs to the torch engine; a server loads its model as it was told to")
-    if config.ray_address and not config.workers:
-        raise ConfigError("--ray-address says where workers run: add --workers N")
-    for name, choices in CHOICES.items():
-        value = getattr(config, name)
-        for word in value if isinstance(value, tuple) else (value,):
-            if word is not None and word not in choices:
-                raise ConfigError(f"{name} is one of {', '.join(choices)}, not {word!r}{nearest(word, choices)}")
-    pairs("columns", config.columns, "text=body,label=stars")
-    return config
-
-
-MOST = {"samples": 4096, "threads": 1024, "tp": 1024, "demonstrations": 1024, "max_new_tokens": 65536}
-"""Where a slip, or a stranger's configuration, would exhaust the machine. Ranks and lengths are held to the model's own."""
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "engine": ("torch", "sglang"),
-    "quantize": ("8bit", "4bit"),
-    "dtype": ("float32", "bfloat16", "float16"),
-    "readout": ("auto", "words", "head", "candidates"),
-    "noise": ("rademacher", "gaussian", "lowrank"),
-    "schedule": ("constant", "linear", "cosine"),
-    "decay": ("all", "matrices"),
-    "id_order": ("hub", "lm-bff"),
-    "backend": ("gloo", "nccl"),
-    "track": ("tensorboard", "wandb", "trackio"),
-}
