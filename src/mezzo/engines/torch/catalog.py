@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,15 +66,34 @@ def trunks(model: nn.Module) -> list[nn.Module]:
 
 def used_modules(model: nn.Module, inputs: dict[str, Tensor]) -> set[nn.Module]:
     """The modules that a forward runs through: a pooler that the readout ignores is not trained."""
-    seen: set[nn.Module] = set()
-    hooks = [module.register_forward_pre_hook(lambda m, _: seen.add(m)) for module in model.modules()]
+    return set(watched(model, inputs)[0])
+
+
+def watched(
+    model: nn.Module, inputs: Mapping[str, Any]
+) -> tuple[dict[nn.Module, int], dict[nn.Module, int], set[nn.Module]]:
+    """When each module first ran, how many values it returned (0: a bare tensor), and which ran more than once."""
+    order: dict[nn.Module, int] = {}
+    shapes: dict[nn.Module, int] = {}
+    again: set[nn.Module] = set()
+
+    def before(module: nn.Module, _: Any) -> None:
+        if module in order:
+            again.add(module)
+        order.setdefault(module, len(order))
+
+    def after(module: nn.Module, _: Any, output: Any) -> None:
+        shapes[module] = len(output) if isinstance(output, tuple) else 0
+
+    hooks = [module.register_forward_pre_hook(before) for module in model.modules()]
+    hooks += [module.register_forward_hook(after) for module in model.modules()]
     try:
         with torch.no_grad():
             model(**inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    return seen
+    return order, shapes, again
 
 
 def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:

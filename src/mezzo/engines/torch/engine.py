@@ -19,7 +19,8 @@ from mezzo import noise
 from mezzo.engines.base import Unit
 from mezzo.engines.hub import refuse_pairs
 from mezzo.engines.torch import catalog, fast, last_layer, layers, prefix, trunk
-from mezzo.engines.torch.inputs import Rows, pack, padded, picked
+from mezzo.engines.torch.generation import continued
+from mezzo.engines.torch.inputs import Rows, pack, picked
 from mezzo.engines.torch.noise import NoiseSource
 from mezzo.engines.torch.points import Point
 from mezzo.engines.torch.population import Population
@@ -179,30 +180,8 @@ class TorchEngine:
         out: list[list[tuple[int, ...]]] = []
         for first in range(0, len(probes), self.unit.members):
             with self.population.at(probes[first : first + self.unit.members]):
-                out += self._generated(batch, max_new_tokens)
+                out += continued(self, batch, max_new_tokens)
         return out
-
-    def _generated(self, batch: Batch, max_new_tokens: int) -> list[list[tuple[int, ...]]]:
-        members = self.population.members
-        texts: list[list[tuple[int, ...]]] = [[()] * len(batch) for _ in range(members)]
-        for places in by_length([p.ids for p in batch.prompts], self.unit.rows):
-            self.population.rows, self.population.diverged = len(places), True
-            self.population.length = max(len(batch.prompts[place].ids) for place in places)
-            backwards = [batch.prompts[place].ids[::-1] for place in places]  # generation pads on the left
-            ids = padded(backwards, None, self.pad_id).flip(1)
-            mask = padded([(1,) * len(row) for row in backwards], None, 0).flip(1)
-            found = self.model.generate(  # type: ignore[operator]
-                input_ids=ids.repeat(members, 1).to(self.device),
-                attention_mask=mask.repeat(members, 1).to(self.device),
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                num_beams=1,
-                pad_token_id=self.pad_id,
-            )[:, ids.shape[1] :].tolist()
-            for row, tokens in enumerate(found):
-                member, index = divmod(row, len(places))
-                texts[member][places[index]] = tuple(tokens)
-        return texts
 
     def state(self) -> dict[str, npt.NDArray[np.generic]]:
         """The trained values in float32, which holds those of every type: NumPy has no bfloat16."""

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from mezzo.engines.torch import catalog
 from mezzo.engines.torch.inputs import Rows
 
 MIB = 2**20
@@ -96,7 +96,7 @@ class Trunk:
 
 def find(model: nn.Module, trained: set[nn.Module], inputs: Mapping[str, Any], limit: int) -> Trunk | None:
     """The layers that have run when the first of the `trained` modules runs; None when there are none, or no room."""
-    order, shapes, again = _watched(model, inputs)
+    order, shapes, again = catalog.watched(model, inputs)
     first = min((order[module] for module in trained if module in order), default=0)
     stacks = [
         list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and all(c in order for c in m)
@@ -108,33 +108,6 @@ def find(model: nn.Module, trained: set[nn.Module], inputs: Mapping[str, Any], l
         return None
     below = [layer for layer in stack if max(order[module] for module in layer.modules() if module in order) < first]
     return Trunk(model, below, [shapes[layer] for layer in below], limit) if below else None
-
-
-def _watched(
-    model: nn.Module, inputs: Mapping[str, Any]
-) -> tuple[dict[nn.Module, int], dict[nn.Module, int], set[nn.Module]]:
-    """When each module first ran, how many values it returned (0: a bare tensor), and which ran more than once."""
-    order: dict[nn.Module, int] = {}
-    shapes: dict[nn.Module, int] = {}
-    again: set[nn.Module] = set()
-
-    def before(module: nn.Module, _: Any) -> None:
-        if module in order:
-            again.add(module)
-        order.setdefault(module, len(order))
-
-    def after(module: nn.Module, _: Any, output: Any) -> None:
-        shapes[module] = len(output) if isinstance(output, tuple) else 0
-
-    hooks = [module.register_forward_pre_hook(before) for module in model.modules()]
-    hooks += [module.register_forward_hook(after) for module in model.modules()]
-    try:
-        with torch.no_grad():
-            model(**inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return order, shapes, again
 
 
 def _unpadded(rows: Rows) -> Iterator[tuple[Tensor, Tensor | None]]:
