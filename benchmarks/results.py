@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -27,7 +26,8 @@ FILES = {
 METHODS: dict[str, dict[str, Any]] = {
     "full": {"space": "full"},
     "lora": {"space": "lora"},
-    "accuracy": {"space": "full", "objective": "accuracy", "eps": 1e-2},
+    "head": {"space": "head"},
+    "accuracy": {"space": "full", "objective": "accuracy", "eps": 1e-2, "lr": 3e-5},
 }
 
 
@@ -110,33 +110,26 @@ def jobs_of(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def run_all(jobs: list[dict[str, Any]], at_once: int, out: Path, limit: float) -> None:
-    began, waiting, running = time.monotonic(), list(jobs), []
-    with out.open("a") as file:
-        while waiting or running:
-            if time.monotonic() - began > limit:
-                print(f"time is up: {len(waiting)} not started, {len(running)} stopped", flush=True)
-                for _, process in running:
-                    process.kill()
-                return
-            while waiting and len(running) < at_once:
-                job = waiting.pop(0)
-                command = [sys.executable, __file__, "--one", json.dumps(job)]
-                running.append(
-                    (job, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-                )
-            for job, process in list(running):
-                if process.poll() is not None:
-                    running.remove((job, process))
-                    text, error = process.communicate()
-                    line = (
-                        text.strip().splitlines()[-1]
-                        if process.returncode == 0
-                        else json.dumps({**job["key"], "error": error[-800:]})
-                    )
-                    file.write(line + "\n")
-                    file.flush()
-                    print(line, flush=True)
-            time.sleep(0.1)
+    """Processes that take one job after the other: starting one for each would cost more than a short run."""
+    began, left = time.monotonic(), len(jobs)
+    with multiprocessing.get_context("spawn").Pool(at_once) as pool, out.open("a") as file:
+        found = pool.imap_unordered(attempted, jobs)
+        try:
+            while left:
+                line = json.dumps(found.next(timeout=max(0.0, limit - (time.monotonic() - began))))
+                left -= 1
+                file.write(line + "\n")
+                file.flush()
+                print(line, flush=True)
+        except multiprocessing.TimeoutError:
+            print(f"time is up: {left} of {len(jobs)} not finished", flush=True)
+
+
+def attempted(job: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return one(job)
+    except Exception as error:  # one bad run must not end the others
+        return {**job["key"], "error": f"{type(error).__name__}: {error}"[-800:]}
 
 
 def table(path: Path) -> None:
@@ -160,7 +153,6 @@ def table(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--table", type=Path, help="print the table of a results file")
     parser.add_argument("--model", default="mezzo/roberta-mini")
     parser.add_argument("--data", type=Path, help="folder with the data sets, laid out as GLUE and LM-BFF have them")
@@ -176,9 +168,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which to stop")
     parser.add_argument("--out", type=Path, default=Path("results.jsonl"))
     options = parser.parse_args()
-    if options.one:
-        print(json.dumps(one(json.loads(options.one))))
-    elif options.table:
+    if options.table:
         table(options.table)
     else:
         run_all(jobs_of(options), options.at_once, options.out, options.limit)

@@ -200,16 +200,18 @@ def test_lr_zero_changes_nothing(options, tmp_path):
 
 
 def test_early_stopping_time_limit_and_best_checkpoint(options, tmp_path):
-    """The best checkpoint is the first of the highest; patience counts evaluations since; a time limit can be resumed."""
-    values = iter([0.5, 0.7, 0.7, 0.6, 0.6, 0.6, 0.6])
+    """The best: highest, then lowest loss, then first; patience counts evaluations since; a time limit can be resumed."""
+    values = iter([(0.5, 1.0), (0.7, 0.9), (0.7, 0.8), (0.7, 0.8), (0.6, 0.1), (0.6, 0.1), (0.6, 0.1)])
     session = api.open_session(**{**options, "eval_every": 10, "patience": 2}, out=str(tmp_path / "patience"))
     real = session.trainer.evaluate
-    session.trainer.evaluate = lambda: dataclasses.replace(real(), value=next(values))
+    session.trainer.evaluate = lambda: dataclasses.replace(
+        real(), **dict(zip(("value", "loss"), next(values), strict=True))
+    )
     steps = [record.step for record in session.records()]
     assert session.trainer.stopped == "no improvement"
-    assert (session.trainer.best.step, len(steps)) == (10, 30)
+    assert (session.trainer.best.step, len(steps)) == (20, 40)
     run = session.result()
-    assert run.best_step == 10
+    assert run.best_step == api.best_step(run.out, read(run.journal)) == 20
     limited = api.finetune(**options, time_limit=3e-3, out=str(tmp_path / "time"))
     assert limited.stopped == "time limit"
     assert 0 < limited.steps < STEPS

@@ -13,7 +13,7 @@ from mezzo.compact import MAGIC, export_compact, import_compact
 from mezzo.config import RunConfig, from_file, from_mapping
 from mezzo.engines.base import Engine
 from mezzo.errors import ConfigError, DataError, JournalError
-from mezzo.evaluation import Evaluation, probabilities, scores_of
+from mezzo.evaluation import Evaluation, probabilities, rank, scores_of
 from mezzo.events import Observer
 from mezzo.files import explained
 from mezzo.journal import Content, read
@@ -202,14 +202,14 @@ def best_step(path: str | Path, content: Content) -> int:
         best = content.header.get("best", content.steps)  # a compact journal knows its best step
         return best if isinstance(best, int) and 0 <= best <= content.steps else content.steps
     looks = [
-        (e["value"], -e["step"])
+        (e["value"], e["loss"], e["step"])
         for e in Folder(Path(path)).metrics()
         if e.get("event") == "evaluation"
-        and isinstance(e.get("value"), (int, float))
+        and all(isinstance(e.get(key), (int, float)) for key in ("value", "loss"))
         and isinstance(e.get("step"), int)
         and 0 <= e["step"] <= content.steps
     ]
-    return -max(looks)[1] if looks else content.steps
+    return max(looks, key=lambda look: rank(*look))[2] if looks else content.steps
 
 
 def report(*runs: str | Path, out: str | Path | None = None, plots: str | Path | None = None) -> Path:

@@ -22,7 +22,9 @@ def batch_indices(seed: int, step: int, count: int, size: int) -> list[int]:
 
 def batches_of(prompts: Sequence[Prompt], readout: Readout, seed: int, size: int) -> Batches:
     """The training batches of a run; a set smaller than a batch is used whole at every step."""
-    size = min(size, len(prompts))
+    if size >= len(prompts):
+        whole = Batch(tuple(prompts), readout)  # one and the same object: what an engine made of it may be kept
+        return lambda step: whole
 
     def batch(step: int) -> Batch:
         return Batch(tuple(prompts[index] for index in batch_indices(seed, step, len(prompts), size)), readout)

@@ -43,6 +43,11 @@ class Evaluation:
         return f"<{self}, loss {self.loss:.4f}, calibrated {self.calibrated:.1%}>"
 
 
+def rank(value: float, loss: float, step: int) -> tuple[float, float, int]:
+    """What the best checkpoint has most of: a high figure; among equal ones, as few dev examples give them, a low loss."""
+    return value, -loss if math.isfinite(loss) else -math.inf, -step
+
+
 @dataclass(frozen=True, slots=True)
 class Examined:
     """An evaluation with what it was made from: scores[B, C] or generated texts, and which examples were right."""

@@ -15,7 +15,7 @@ from mezzo.batches import Batches
 from mezzo.engines.base import Engine, Foresighted
 from mezzo.errors import JournalError, RunFailed
 from mezzo.estimators import Estimator
-from mezzo.evaluation import Evaluation
+from mezzo.evaluation import Evaluation, rank
 from mezzo.journal import Journal
 from mezzo.objectives import Objective
 from mezzo.optim import Sgd
@@ -72,10 +72,9 @@ class MeZOTrainer:
 
     @property
     def best(self) -> Best | None:
-        """The first of the highest dev evaluations."""
-        return max(
-            (Best(step, e) for step, e in self.history), key=lambda b: (b.evaluation.value, -b.step), default=None
-        )
+        """The best dev evaluation so far, as `evaluation.rank` has it."""
+        found = (Best(step, evaluation) for step, evaluation in self.history)
+        return max(found, key=lambda b: rank(b.evaluation.value, b.evaluation.loss, b.step), default=None)
 
     def run(self) -> Iterator[StepRecord]:
         """Yield a record a step until a limit is met; then `stopped` says which."""

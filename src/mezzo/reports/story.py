@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mezzo.evaluation import rank
 from mezzo.health import Verdict, verdict
 from mezzo.journal import read
 from mezzo.run import METRICS, Folder
@@ -73,8 +74,8 @@ class Story:
 
     @property
     def best(self) -> Look | None:
-        """The first of the highest dev evaluations, as the trainer chooses it."""
-        return max(self.looks, key=lambda look: (look.value, -look.step), default=None)
+        """The best dev evaluation, as the trainer chooses it."""
+        return max(self.looks, key=lambda look: rank(look.value, look.loss, look.step), default=None)
 
     @property
     def tested(self) -> Look | None:

@@ -94,6 +94,7 @@ class TorchEngine:
         self._adopt()
         self._words: dict[tuple[int, ...], Tensor] = {}
         self.graphs: Graphs | None = None
+        self.at_close: Callable[[], None] = lambda: None
         self._expected: Callable[[], Batch] | None = None
         self._laid_out: tuple[Batch, list[Rows]] | None = None
         layers.attach(self.model, self.population, space.scaling)
@@ -130,13 +131,18 @@ class TorchEngine:
         """The device is busy: a good moment to lay out what comes next."""
         if self._expected is not None:
             batch, self._expected = self._expected(), None
-            self._laid_out = batch, pack(batch, self.unit, self.pad_id)
+            if self._laid_out is None or self._laid_out[0] is not batch:
+                self._laid_out = batch, self._pack(batch)
 
     def _packed(self, batch: Batch) -> list[Rows]:
-        laid_out, self._laid_out = self._laid_out, None
-        if laid_out is not None and laid_out[0] == batch:
-            return laid_out[1]
-        return pack(batch, self.unit, self.pad_id)
+        if self._laid_out is None or self._laid_out[0] != batch:
+            self._laid_out = batch, self._pack(batch)
+        return self._laid_out[1]
+
+    def _pack(self, batch: Batch) -> list[Rows]:
+        # States that are kept are never padded, so that lengths may differ within a group.
+        unit = replace(self.unit, waste=1.0) if self.trunk and self.trunk.whole else self.unit
+        return pack(batch, unit, self.pad_id)
 
     def _score_plainly(self, groups: Sequence[Rows], batch: Batch, point: Point, out: Scores) -> None:
         """One micro-batch after the other; no groups: prompts whose candidates share them."""
@@ -218,6 +224,7 @@ class TorchEngine:
         self.population.source.forget()
         if self.trunk:
             self.trunk.forget()
+        self.at_close()
 
     @torch.no_grad()
     def merged(self) -> nn.Module:
@@ -309,13 +316,13 @@ class TorchEngine:
     def forward(self, rows: Rows, batch: Batch) -> Tensor:
         """[P·rows, *tail] on the device, inside an active population."""
         population, members = self.population, len(self.population.probes)
-        population.rows, population.length = rows.count, rows.ids.shape[1]
-        population.gather = self._read_at(rows, members)
         only_words = batch.readout.kind == "words" and not batch.readout.vocabulary
         population.words = self.words_of(batch.readout) if only_words else None
-        standing_in = self.trunk.standing_in(rows, members, self._alone) if self.trunk else nullcontext()
-        with standing_in, attention_for(self.device, rows.ids.shape[1]):
-            logits = self.model(**self.inputs(rows, members)).logits
+        standing_in = self.trunk.standing_in(rows, members, self._alone) if self.trunk else nullcontext(rows)
+        with standing_in as seen, attention_for(self.device, seen.ids.shape[1]):
+            population.rows, population.length = seen.count, seen.ids.shape[1]
+            population.gather = self._read_at(rows, members) if seen is rows else None
+            logits = self.model(**self.inputs(seen, members)).logits
         if population.gather is not None:  # no trunk of this model could be trimmed to the readout
             logits = picked(logits, population.gather)
         return rows.read(logits.float(), batch.readout, self.words_of(batch.readout), members)

@@ -2,6 +2,9 @@
 
 An example's state is always computed alone and unpadded, whether it is then kept or not. So scores do not depend on what happens
 to be in the cache, on its size, or on who shares a micro-batch: only whether there is a cache at all shows, in rounding.
+
+Where every layer is frozen and an LM head reads certain positions, the states of these are all that is kept, and all that the
+forward sees: behind the last layer no position looks at another one.
 """
 
 from __future__ import annotations
@@ -9,15 +12,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mezzo.engines.torch import catalog
 from mezzo.engines.torch.inputs import Rows
 
 MIB = 2**20
-Key = tuple[tuple[int, ...], tuple[int, ...]]
+Key = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 Inputs = Callable[[Tensor, Tensor | None], dict[str, Any]]
 
 
@@ -32,27 +37,41 @@ class _Reached(Exception):
 class Trunk:
     """States of recent examples, at most `limit` bytes of them, and layers that step aside when a state is given."""
 
-    def __init__(self, model: nn.Module, layers: list[nn.Module], shapes: list[int], limit: int) -> None:
+    def __init__(self, model: nn.Module, layers: list[nn.Module], shapes: list[int], limit: int, whole: bool) -> None:
         self.model, self.layers, self.limit = model, layers, limit
+        self.whole = whole
+        """True: no layer is trained, only what follows the last one."""
         self.asked = self.computed = self.held = 0
         self._kept: OrderedDict[Key, Tensor] = OrderedDict()
         self._given: Tensor | None = None
+        self._last: tuple[Rows, int, Tensor, Rows] | None = None
         self._stopping = False
         for layer, shape in zip(layers, shapes, strict=True):
             layer.forward = self._stepping_aside(layer.forward, shape, layer is layers[-1])  # type: ignore[method-assign]
 
     @contextmanager
-    def standing_in(self, rows: Rows, members: int, inputs: Inputs) -> Iterator[None]:
-        """Forwards inside start at the first trained layer."""
+    def standing_in(self, rows: Rows, members: int, inputs: Inputs) -> Iterator[Rows]:
+        """Forwards of the rows it yields start at the first trained layer."""
         self.asked += members * rows.count
-        states = [self._state(row, segments, inputs) for row, segments in _unpadded(rows)]
-        self._given = nn.utils.rnn.pad_sequence(states, batch_first=True)
-        missing = rows.ids.shape[1] - self._given.shape[1]
-        self._given = nn.functional.pad(self._given, (0, 0, 0, missing)).repeat(members, 1, 1)
+        if self.whole and rows.positions is not None:
+            self._given, seen = self._read(rows, members, inputs)
+        else:
+            self._given, seen = self._padded(rows, inputs).repeat(members, 1, 1), rows
         try:
-            yield
+            yield seen
         finally:
             self._given = None
+
+    def _padded(self, rows: Rows, inputs: Inputs) -> Tensor:
+        states = nn.utils.rnn.pad_sequence([self._state(key, inputs) for key in _keys(rows)], batch_first=True)
+        return nn.functional.pad(states, (0, 0, 0, rows.ids.shape[1] - states.shape[1]))
+
+    def _read(self, rows: Rows, members: int, inputs: Inputs) -> tuple[Tensor, Rows]:
+        """Only what is read; that of the last rows is at hand, for runs that see the whole set at every step."""
+        if self._last is None or self._last[0] is not rows or self._last[1] != members:
+            states = torch.stack([self._state(key, inputs) for key in _keys(rows, narrow=True)])
+            self._last = rows, members, states.repeat(members, 1, 1), _at_positions(rows)
+        return self._last[2:]
 
     def describe(self) -> dict[str, Any]:
         """What was saved: of all passes of an example through the frozen layers, how many were computed."""
@@ -61,19 +80,20 @@ class Trunk:
 
     def forget(self) -> None:
         self._kept.clear()
+        self._last = None
         self.held = 0
 
-    def _state(self, ids: Tensor, segments: Tensor | None, inputs: Inputs) -> Tensor:
-        key: Key = (tuple(ids.tolist()), tuple(segments.tolist()) if segments is not None else ())
+    def _state(self, key: Key, inputs: Inputs) -> Tensor:
         if (found := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
             return found
         self.computed += 1
         self._stopping = True
+        ids, segments, positions = key
         try:
-            self.model(**inputs(ids[None], None if segments is None else segments[None]))
+            self.model(**inputs(torch.tensor([ids]), torch.tensor([segments]) if segments else None))
         except _Reached as reached:
-            state = reached.state[0].clone()
+            state = reached.state[0, list(positions)] if positions else reached.state[0].clone()
         finally:
             self._stopping = False
         self._kept[key] = state
@@ -107,12 +127,24 @@ def find(model: nn.Module, trained: set[nn.Module], inputs: Mapping[str, Any], l
     if not again.isdisjoint(stack):  # ALBERT passes through one layer many times
         return None
     below = [layer for layer in stack if max(order[module] for module in layer.modules() if module in order) < first]
-    return Trunk(model, below, [shapes[layer] for layer in below], limit) if below else None
+    return Trunk(model, below, [shapes[layer] for layer in below], limit, len(below) == len(stack)) if below else None
 
 
-def _unpadded(rows: Rows) -> Iterator[tuple[Tensor, Tensor | None]]:
-    for index, length in enumerate(rows.mask.sum(1).tolist()):
-        yield rows.ids[index, :length], rows.segments[index, :length] if rows.segments is not None else None
+def _keys(rows: Rows, narrow: bool = False) -> Iterator[Key]:
+    """Ids and segments of each example without padding, and with `narrow` the positions that are read."""
+    ids = rows.ids.tolist()
+    segments = rows.segments.tolist() if rows.segments is not None else [[]] * len(ids)
+    positions = rows.positions.tolist() if narrow and rows.positions is not None else [[]] * len(ids)
+    for row, segment, read, length in zip(ids, segments, positions, rows.mask.sum(1).tolist(), strict=True):
+        yield tuple(row[:length]), tuple(segment[:length]), tuple(read)
+
+
+def _at_positions(rows: Rows) -> Rows:
+    """The rows as if they were the positions that are read and nothing else."""
+    assert rows.positions is not None
+    ids = rows.ids.gather(1, rows.positions)
+    segments = rows.segments.gather(1, rows.positions) if rows.segments is not None else None
+    return replace(rows, ids=ids, mask=torch.ones_like(ids), segments=segments, padded=False)
 
 
 def _size(tensor: Tensor) -> int:
