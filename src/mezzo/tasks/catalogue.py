@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 T1 = "*cls**sent_0*_It_was*mask*.*sep+*"
+T1_FELT = "*cls**sent_0*_I*mask*_it!*sep+*"
 T2 = "*cls**sent-_0*?*mask*,*+sentl_1**sep+*"
 T3 = "*cls**sent_0**mask*,*+sentl_1**sep+*"
 T4 = "*cls**sent_0*_This_is*mask*.*sep+*"
@@ -123,7 +124,12 @@ MASKED: dict[str, Row] = {
         "columns": ("question1", "question2"),
         "sample": {"question1": "How do I learn to swim?", "question2": "What is the best way to learn swimming?"},
     },
-    "reviews": {**_SENTIMENT, "sample": {"text": "A patient, generous film with a quiet ending."}},
+    "reviews": {
+        **_SENTIMENT,
+        "template": T1_FELT,
+        "words": ("hated", "loved"),
+        "sample": {"text": "A patient, generous film with a quiet ending."},
+    },
     "pairs": {**_ENTAIL_3, "sample": _FACT},
 }
 
@@ -139,7 +145,7 @@ _QUESTION: Row = {**_CAUSAL, "kind": "generation", "metric": "f1", "label_column
 
 CAUSAL: dict[str, Row] = {
     "sst-2": {**MASKED["sst-2"], **_CAUSAL, "template": "{text} It was"},
-    "reviews": {**MASKED["reviews"], **_CAUSAL, "template": "{text} It was"},
+    "reviews": {**MASKED["reviews"], **_CAUSAL, "template": "{text} It was", "words": ("terrible", "great")},
     "rte": {
         **MASKED["rte"],
         **_CAUSAL,
