@@ -132,6 +132,7 @@ def arguments(spec: EngineSpec, adapter: Adapter | None, cpu: bool) -> dict[str,
         "max_total_tokens": CACHE_TOKENS["cpu" if cpu else "cuda"],
         "max_running_requests": max(64, MEMBERS * spec.rows * 2),
         "chunked_prefill_size": -1,
+        "page_size": 1,
         "log_level": "error",
         "custom_sigquit_handler": worker_died,
     }

@@ -64,9 +64,11 @@ class LoraWeights:
 
     def place(self, probes: Sequence[Probe]) -> list[str | None]:
         slots = self.slots.resident()
-        for module, downs, ups in members(self.population, self.modules, probes):
-            for index in range(len(probes)):
-                self.slots.write(slots[index], module, downs[index], ups[index])
+        self.slots.write(
+            (slots[index], module, downs[index], ups[index])
+            for module, downs, ups in members(self.population, self.modules, probes)
+            for index in range(len(probes))
+        )
         return list(self.slots.ids[: len(probes)])
 
     def apply(self, update: Update) -> None:
@@ -110,11 +112,12 @@ class MatrixWeights:
 
     def place(self, probes: Sequence[Probe]) -> list[str | None]:
         slots = self.slots.resident()
-        for slot, probe in zip(slots, probes, strict=False):
-            for seed, scale in one_direction(probe):
-                for trained in self.matrices.trained:
-                    down, up = probe_factors(self.source, trained, seed, scale)
-                    self.slots.write(slot, module_of(trained.name), down, up)
+        self.slots.write(
+            (slot, module_of(trained.name), *probe_factors(self.source, trained, seed, scale))
+            for slot, probe in zip(slots, probes, strict=False)
+            for seed, scale in one_direction(probe)
+            for trained in self.matrices.trained
+        )
         return [adapter if probe.terms else None for adapter, probe in zip(self.slots.ids, probes, strict=False)]
 
     def apply(self, update: Update) -> None:
