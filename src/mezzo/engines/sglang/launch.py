@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import logging
 import os
+import re
 import signal
 import threading
 import warnings
@@ -146,7 +147,7 @@ def arguments(spec: EngineSpec, adapter: Adapter | None, cpu: bool) -> dict[str,
             "sleep_on_idle": True,
         }
     else:
-        chosen |= {"attention_backend": "triton"}
+        chosen |= {"attention_backend": "triton", "base_gpu_id": int(spec.device.partition(":")[2] or 0)}
     if adapter is not None:
         chosen |= {
             "enable_lora": True,
@@ -191,8 +192,8 @@ def on_cpu(device: str) -> bool:
 
     if device == "auto":
         return not torch.cuda.is_available()
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(f"the sglang engine runs on cpu or cuda, not {device!r}")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ConfigError(f"the sglang engine runs on cpu, cuda or cuda:N, the first GPU of its ranks, not {device!r}")
     return device == "cpu"
 
 
