@@ -28,7 +28,9 @@ class Worker:
         self.forward = Forward(scheduler)
         self.weights: Weights | None = None
 
-    def work(self, function: str, values: Mapping[str, Any]) -> Any:
+    def work(self, function: str, values: Mapping[str, Any], ahead: Sequence[Update] = ()) -> Any:
+        """Apply the updates that came along, then answer."""
+        self._apply(ahead)
         return _FUNCTIONS[function](self, **values)
 
     def open(self, plan: Plan) -> None:
@@ -88,10 +90,10 @@ class Worker:
         return [None for _ in probes] if self.weights is None else self.weights.place(probes)
 
     @torch.no_grad()
-    def apply(self, updates: Sequence[Update]) -> None:
-        assert self.weights is not None
+    def _apply(self, updates: Sequence[Update]) -> None:
         for update in updates:
             if not update.empty:
+                assert self.weights is not None
                 self.weights.apply(update)
 
     def state(self) -> list[Piece]:
@@ -113,7 +115,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "open": Worker.open,
     "score": Worker.score,
     "place": Worker.place,
-    "apply": Worker.apply,
     "state": Worker.state,
     "load": Worker.load,
     "idle": Worker.idle,
