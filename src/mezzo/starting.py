@@ -242,7 +242,9 @@ def _named_again(remembered: dict[str, Any], given: dict[str, Any]) -> None:
         found = remembered.get(name)
         if found and name not in given and found not in ("local", "auto"):
             option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"this run used {what} {found!r}; name them again, or others, to resume: {option} ADDRESS")
+            raise ConfigError(
+                f"this run used {what} {found!r}; name them again, or others, to resume: {option} ADDRESS"
+            )
 
 
 def _evaluation(line: dict[str, Any]) -> Evaluation:

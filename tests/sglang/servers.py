@@ -14,7 +14,6 @@ from pathlib import Path
 
 from mezzo.engines.hub import locate
 
-
 BACKENDS = {"cpu": ("torch_native", "torch_native"), "cuda": ("triton", "triton")}
 """Attention and LoRA."""
 ON_CPU = {"SGLANG_USE_CPU_ENGINE": "1"}

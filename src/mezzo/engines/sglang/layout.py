@@ -84,4 +84,4 @@ def _sent(arrays: Sequence[np.ndarray[Any, Any]], device: torch.device) -> tuple
     packed = torch.from_numpy(np.concatenate(arrays))
     if device.type == "cuda":
         packed = packed.pin_memory().to(device, non_blocking=True)
-    return packed.split([len(array) for array in arrays])
+    return torch.split(packed, [len(array) for array in arrays])  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
