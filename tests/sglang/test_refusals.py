@@ -69,6 +69,8 @@ def test_options_of_sglang_without_sglang_are_refused():
         api.resolve({"tp": 2})
     with pytest.raises(ConfigError, match="--engine sglang"):
         api.resolve({"url": "http://localhost:30000"})
+    with pytest.raises(ConfigError, match="all servers in --url"):
+        api.resolve({"engine": "sglang", "url": "http://localhost:30000", "workers": 2})
 
 
 @pytest.mark.sglang
