@@ -22,6 +22,9 @@ from mezzo.errors import RunFailed
 from mezzo.types import Readout
 
 
+BUSY = "SGLang is busy with requests of others; a training run needs the engine for itself"
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """A probe as SGLang serves it: an adapter (None: the base weights) and its own corner of the prefix cache."""
@@ -65,7 +68,12 @@ class Forward:
         """Empty the prefix cache and the pools."""
         self._ready = 0
         if not self.scheduler.flush_cache(empty_cache=False):
-            raise RunFailed("SGLang is busy with requests of others; a training run needs the engine for itself")
+            raise RunFailed(BUSY)
+
+    def refuse_company(self) -> None:
+        """Nobody else may be served while the pools are borrowed."""
+        if not self.scheduler.is_fully_idle():
+            raise RunFailed(BUSY)
 
     @torch.no_grad()
     def scores(self, rows: Sequence[Row], members: Sequence[Member], readout: Readout, every: Sequence[Row]) -> Tensor:
@@ -82,12 +90,10 @@ class Forward:
 
     def _at_once(self, rows: Sequence[Row], members: Sequence[Member], readout: Readout) -> Tensor:
         """[members · rows, words]. What all rows share is in the tree by now, so that a member's first row finds it for all."""
-        every = [row.ids for row in rows]
-        groups = [(self._request(every[0], -1, member), every) for member in members]
-        batch = laid_out(self.scheduler, groups)
-        for known, fresh in zip(batch.prefix_lens, batch.extend_lens, strict=True):
-            self.count.cached += known
-            self.count.computed += fresh
+        reqs = [self._request(rows[0].ids, -1, member) for member in members]
+        batch = laid_out(self.scheduler, reqs, [row.ids for row in rows])
+        self.count.cached += sum(batch.prefix_lens)
+        self.count.computed += sum(batch.extend_lens)
         output = self._run(batch, tuple(row.position for row in rows) * len(members), readout)
         give_back(batch)  # while the device is still busy: what comes next in its queue may write there
         if not self.causal:

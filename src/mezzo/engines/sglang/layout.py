@@ -8,42 +8,41 @@ of that singly: they begin with the same cached tokens, if any, and end together
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-Group = tuple[Any, Sequence[tuple[int, ...]]]
-"""A request that SGLang has matched against its tree, and the sequences it stands for: all begin with what was matched."""
 
+def laid_out(scheduler: Any, reqs: Sequence[Any], rows: Sequence[tuple[int, ...]]) -> Any:
+    """A `ScheduleBatch` of all rows under each request, ready for a forward; `give_back` returns its memory.
 
-def laid_out(scheduler: Any, groups: Sequence[Group]) -> Any:
-    """A `ScheduleBatch` ready for a forward; `give_back` returns its memory. The scheduler must be idle: rows of its request
-    table are used without being taken, since nobody else can ask for one."""
+    SGLang has matched the requests against its tree, all to the same length; every row begins with what was matched. The
+    scheduler must be idle: rows of its request table are used without being taken, since nobody else can ask for one.
+    """
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     table: Tensor = scheduler.req_to_token_pool.req_to_token
-    matched = [_matched(scheduler.tree_cache, req) for req, _ in groups]
-    known = [len(found) for found, (_, rows) in zip(matched, groups, strict=True) for _ in rows]
-    ids = [np.asarray(row, dtype=np.int64) for _, rows in groups for row in rows]
-    lengths, fresh = [len(row) for row in ids], [len(row) - kept for row, kept in zip(ids, known, strict=True)]
-    count, total = len(ids), sum(fresh)
-    rows = np.arange(1, count + 1)  # row 0 is SGLang's padding
-    columns = np.concatenate([np.arange(kept, length) for kept, length in zip(known, lengths, strict=True)])
-    tokens = np.concatenate([row[kept:] for row, kept in zip(ids, known, strict=True)])
-    sent = _sent((tokens, np.repeat(rows, fresh), columns, rows, np.array(lengths)), table.device)
-    input_ids, owners, columns_there, rows_there, lengths_there = sent
-    slots = scheduler.token_to_kv_pool_allocator.alloc(total)
+    matched = [_matched(scheduler.tree_cache, req) for req in reqs]
+    members, known = len(reqs), len(matched[0])
+    assert all(len(found) == known for found in matched)
+    lengths = [len(row) for row in rows] * members
+    fresh = [length - known for length in lengths]
+    places = np.arange(1, len(lengths) + 1)  # row 0 is SGLang's padding
+    tokens = np.fromiter(chain.from_iterable(row[known:] for row in rows), dtype=np.int64)
+    columns = np.concatenate([np.arange(known, len(row)) for row in rows])
+    sent = (np.tile(tokens, members), np.repeat(places, fresh), np.tile(columns, members), places, np.array(lengths))
+    input_ids, owners, columns_there, places_there, lengths_there = _sent(sent, table.device)
+    slots = scheduler.token_to_kv_pool_allocator.alloc(len(input_ids))
     table[owners, columns_there] = slots.to(table.dtype)
-    first = 1
-    for found, (_, group) in zip(matched, groups, strict=True):
-        if len(found):
-            table[first : first + len(group), : len(found)] = found.to(table.dtype)
-        first += len(group)
+    for index, found in enumerate(matched if known else ()):
+        first = 1 + index * len(rows)
+        table[first : first + len(rows), :known] = found.to(table.dtype)
     return ScheduleBatch(
-        reqs=[req for req, group in groups for _ in group],
+        reqs=[req for req in reqs for _ in rows],
         req_to_token_pool=scheduler.req_to_token_pool,
         token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
         tree_cache=scheduler.tree_cache,
@@ -52,18 +51,18 @@ def laid_out(scheduler: Any, groups: Sequence[Group]) -> Any:
         spec_algorithm=scheduler.spec_algorithm,
         forward_mode=ForwardMode.EXTEND,
         input_ids=input_ids,
-        req_pool_indices=rows_there,
-        req_pool_indices_cpu=torch.from_numpy(rows),
+        req_pool_indices=places_there,
+        req_pool_indices_cpu=torch.from_numpy(places),
         seq_lens=lengths_there,
         seq_lens_cpu=torch.tensor(lengths),
         orig_seq_lens=lengths_there.to(torch.int32),
         seq_lens_sum=sum(lengths),
         out_cache_loc=slots,
-        prefix_lens=known,
+        prefix_lens=[known] * len(lengths),
         extend_lens=fresh,
-        extend_num_tokens=total,
+        extend_num_tokens=len(input_ids),
         extend_logprob_start_lens=fresh,
-        multimodal_inputs=[None] * count,
+        multimodal_inputs=[None] * len(lengths),
     )
 
 

@@ -49,6 +49,8 @@ class Worker:
         self.forward.share, self.forward.count = share, Count()
         try:
             for first in range(0, len(probes), members):
+                if first:
+                    self.forward.flush()  # the same slots are about to hold other probes
                 chunk = self._placed(probes[first : first + members])
                 for start in range(0, len(every), rows):
                     unit = every[start : start + rows]
@@ -108,7 +110,10 @@ class Worker:
         return bool(self.scheduler.flush_cache(empty_cache=False))
 
     def _placed(self, probes: Sequence[Probe]) -> list[Member]:
-        return [Member(adapter, f"mezzo-{index}-") for index, adapter in enumerate(self.place(probes))]
+        """Write the probes into the adapter slots, each with a key of its own in a prefix cache that holds nothing of ours."""
+        self.forward.refuse_company()
+        adapters = [None for _ in probes] if self.weights is None else self.weights.place(probes)
+        return [Member(adapter, f"mezzo-{index}-") for index, adapter in enumerate(adapters)]
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
