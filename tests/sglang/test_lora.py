@@ -149,7 +149,9 @@ def test_candidates_of_a_prompt_share_it(engines):
     """Each sign computes a prompt once; all of its candidates take it from the cache, but for the token they are read after."""
     ours, batch = engines[0], BATCHES["shared-prompts"]
     before, kept = (ours.count.cached, ours.count.computed), ours.unit
-    ours.unit = type(kept)(rows=16, members=2)  # all in one forward: a unit may begin in the middle of a prompt's candidates
+    ours.unit = type(kept)(
+        rows=16, members=2
+    )  # all in one forward: a unit may begin in the middle of a prompt's candidates
     ours.score(batch, PAIR)
     ours.unit = kept
     shared = [(len(p.ids) - 1, p.candidates) for p in batch.prompts if len(p.candidates) > 1]

@@ -21,7 +21,6 @@ from mezzo.engines.sglang.rows import Row, common_prefix, shared_prompts
 from mezzo.errors import RunFailed
 from mezzo.types import Readout
 
-
 BUSY = "SGLang is busy with requests of others; a training run needs the engine for itself"
 
 

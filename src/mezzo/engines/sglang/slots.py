@@ -77,6 +77,18 @@ class Slots:
         if targets:
             torch._foreach_copy_(targets, values)
 
+    def whole(self, slots: Sequence[int], trained: Sequence[Trained]) -> list[Tensor] | None:
+        """The places of LoRA's factors as flat vectors, slot by slot; None where this rank holds a part of one only."""
+        found: list[Tensor] = []
+        for slot in slots:
+            for each in trained:
+                first, rank = each.kind == "lora_A", min(each.shape)
+                target = self._target(slot, module_of(each.name), rank)[0 if first else 1]
+                if target.shape != each.shape or not target.is_contiguous():
+                    return None
+                found.append(target.view(-1))
+        return found
+
     def _target(self, slot: int, module: str, rank: int) -> tuple[Tensor, Tensor]:
         """Where they go: SGLang's buffers stay where they are, and slicing them anew costs more than the copies."""
         place, pool = self.place(module), self.manager.memory_pool
