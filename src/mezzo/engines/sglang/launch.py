@@ -62,9 +62,10 @@ def adapter_of(spec: EngineSpec, trained: Sequence[Trained]) -> Adapter | None:
 
 def start(spec: EngineSpec, adapter: Adapter | None) -> tuple[Any, list[Any]]:
     """An `sglang.Engine` and the processes it started; whatever it cannot do is explained."""
-    cpu, before = on_cpu(spec.device), _children()
+    cpu = on_cpu(spec.device)
     with _environment(_variables(spec, cpu)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        before = _children()
         logging.getLogger("sglang.srt.entrypoints.engine").addFilter(_not_our_handler)
         try:
             import sglang
@@ -98,7 +99,8 @@ def stop(engine: Any, processes: Sequence[Any]) -> None:
 
 
 def _children() -> list[Any]:
-    """This process's children, without multiprocessing's own tracker, which outlives any engine."""
+    """This process's children, without multiprocessing's own tracker, which outlives any engine. It is started with SGLang's
+    variables: of what SGLang leaves behind when it is stopped, it would else complain when this process ends."""
     import psutil
 
     resource_tracker.ensure_running()
