@@ -16,7 +16,7 @@ def main() -> None:
         dev=str(REVIEWS / "dev.jsonl"),
         test=str(REVIEWS / "test.jsonl"),
         targets=("all-linear",),
-        steps=200,
+        steps=400,
         batch_size=16,
         lr=3e-4,
         eps=1e-2,

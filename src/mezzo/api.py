@@ -155,7 +155,8 @@ def base_engine(content: Content, **changes: Any) -> tuple[Engine, assembly.Part
     if refused:
         raise ConfigError(f"{', '.join(refused)} belongs to the run and cannot be changed after it")
     # Weights do not depend on what ran the model: without a word about it, this process rebuilds them itself.
-    here: dict[str, Any] = {} if "engine" in given else {"engine": "torch", "tp": 1, "url": ()}
+    here: dict[str, Any] = {} if "engine" in given else {"engine": "torch", "tp": 1}
+    here |= {"url": ()}  # prompts and weights go to servers that were named here, not in a journal
     here |= {"device": "auto", "threads": None, "eval_limit": None}  # of that run's machine and of its own looks at dev
     here |= {"remote_code": False}  # a model's code runs only for who asks for it, not because a journal says so
     try:

@@ -101,7 +101,7 @@ class RunConfig:
     noise: str | None = option(
         "space",
         None,
-        "direction: rademacher (±1), gaussian, or lowrank (±1 factors on matrices) [rademacher; lowrank in bfloat16]",
+        "direction: rademacher (±1), gaussian or lowrank (±1 factors on matrices) [rademacher; lowrank in bfloat16 or on sglang]",
     )
     noise_rank: int = option("space", 8, "rank of lowrank noise")
 

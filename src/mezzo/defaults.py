@@ -66,10 +66,11 @@ def with_defaults(config: RunConfig, family: str) -> RunConfig:
     asked: str = config.space or ours.get("space", "lora")
     config = config.replace(space=asked)
     space = asked if (family, asked) in PUBLISHED else "full"
+    adapters = config.engine == "sglang" and asked == "matrices"  # its probes are adapters there, which are low-rank
     chosen: dict[str, Any] = {
         "steps": STEPS,
         "schedule": "constant",
-        "noise": NOISE[config.dtype],
+        "noise": "lowrank" if adapters else NOISE[config.dtype],
         "batch_size": BATCH[family],
         **PUBLISHED[family, space],
     }

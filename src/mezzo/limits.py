@@ -64,6 +64,10 @@ def _hold(config: Any, name: str, holds: Callable[[Any], bool], rule: str) -> No
 def _check_together(config: Any) -> None:
     if config.engine != "sglang" and (config.url or config.tp != 1):
         raise ConfigError("--url and --tp belong to SGLang: add --engine sglang")
+    if config.url and config.workers:
+        raise ConfigError(
+            "--workers start engines of their own: name all servers in --url instead, they share each batch"
+        )
     if config.engine != "torch" and config.quantize:
         raise ConfigError("--quantize belongs to the torch engine; a server loads its model as it was told to")
     if config.ray_address and not config.workers:

@@ -72,7 +72,9 @@ def resume(path: str | Path, observe: Observer, changes: dict[str, Any], objecti
         limits = {key: value for key, value in folder.read_config().items() if key in RESUMABLE}
         # Code of a model runs only for who asks for it, not because a file says so.
         asked = {"remote_code": False, **changes, "out": str(folder.path)}
-        config = from_mapping({**recorded, **{k: v for k, v in limits.items() if k != "remote_code"}, **asked})
+        remembered = {**recorded, **{k: v for k, v in limits.items() if k != "remote_code"}}
+        _named_again(remembered, changes)
+        config = from_mapping({**remembered, **asked})
         parts, splits = _prepared(config, task)
         train = parts.encode(splits.train)
         assembly.check_header(header, parts, train)
@@ -231,6 +233,18 @@ def _same_objective(recorded: str, objective: Objective | None, named: str | Non
         raise ConfigError(
             f"this run's objective is a function of your own; name it again to resume: --objective {recorded}"
         )
+
+
+def _named_again(remembered: dict[str, Any], given: dict[str, Any]) -> None:
+    """Whom a run talks to over the network is named again: a stranger's folder must not choose where prompts and weights go,
+    nor whose Ray hands code to this machine."""
+    for name, what in (("url", "the SGLang servers"), ("ray_address", "the Ray cluster")):
+        found = remembered.get(name)
+        if found and name not in given and found not in ("local", "auto"):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"this run used {what} {found!r}; name them again, or others, to resume: {option} ADDRESS"
+            )
 
 
 def _evaluation(line: dict[str, Any]) -> Evaluation:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -101,6 +102,33 @@ def test_a_function_that_a_journal_names_is_not_imported(sound_run, refused, pla
     assert not (place / "here" / "executed").exists()
     assert api.finetune(resume=str(run), steps=5, objective="evil:loss").steps == 5  # asked for, by the one who runs it
     assert (place / "here" / "executed").exists()
+
+
+@pytest.mark.parametrize("where", ["journal", "config.json"])
+@pytest.mark.parametrize(("name", "more"), [("url", {"engine": "sglang"}), ("ray_address", {"workers": 1})])
+def test_nobody_is_called_because_a_run_folder_says_so(name, more, where, sound_run, refused, place):
+    """Prompts, weights and (through Ray) code would travel: the address is given again by the one who runs it."""
+    run = copy_of(sound_run, place)
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))
+        port.listen()
+        port.settimeout(0)
+        address = f"127.0.0.1:{port.getsockname()[1]}\nmezzo: all is well"
+        named = {name: [f"http://{address}"] if name == "url" else address}
+        journal = lines_of(run / NAME)
+        journal[0]["config"] |= more | (named if where == "journal" else {})
+        signed(run / NAME, journal)
+        settings = json.loads((run / "config.json").read_text())
+        written = {key: value for key, value in settings.items() if key != name}
+        (run / "config.json").write_text(json.dumps(written | more | (named if where == "config.json" else {})))
+        said = refused("train", "--resume", str(run), "--steps", "6")
+        assert f"--{name.replace('_', '-')} ADDRESS" in said
+        assert api.verify(run).steps == 4
+        if name == "url":
+            with pytest.raises(ConfigError, match="needs SGLang, which is not installed"):  # in process, not at the URL
+                api.evaluate(run, data=[{"text": "good", "label": "positive"}], engine="sglang")
+        with pytest.raises(BlockingIOError):
+            port.accept()
 
 
 def test_a_pickle_is_not_opened(tiny_folder, tiny_data, refused, place):

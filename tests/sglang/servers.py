@@ -1,4 +1,4 @@
-"""Start and stop real SGLang servers on the CPU, for the tests of server mode."""
+"""Start and stop real SGLang servers, for the tests of server mode: on the CPU unless a test asks for a GPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ import urllib.request
 from pathlib import Path
 
 from mezzo.engines.hub import locate
+
+BACKENDS = {"cpu": ("torch_native", "torch_native"), "cuda": ("triton", "triton")}
+"""Attention and LoRA."""
+ON_CPU = {"SGLANG_USE_CPU_ENGINE": "1"}
 
 
 def free_port() -> int:
@@ -32,6 +36,8 @@ class Server:
         targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
         tp: int = 1,
         more: tuple[str, ...] = (),
+        dtype: str = "float32",
+        device: str = "cpu",
     ) -> None:
         self.port, self.log = free_port(), log
         self.url = f"http://127.0.0.1:{self.port}"
@@ -39,16 +45,16 @@ class Server:
             "--model-path": locate(model),
             "--port": str(self.port),
             "--tp-size": str(tp),
-            "--dtype": "float32",
-            "--device": "cpu",
-            "--attention-backend": "torch_native",
+            "--dtype": dtype,
+            "--device": device,
+            "--attention-backend": BACKENDS[device][0],
             "--sampling-backend": "pytorch",
             "--grammar-backend": "none",
             "--max-total-tokens": "20000",
             "--mem-fraction-static": "0.3",
             "--max-lora-rank": str(rank),
             "--max-loras-per-batch": "4",
-            "--lora-backend": "torch_native",
+            "--lora-backend": BACKENDS[device][1],
             "--log-level": "warning",
         }
         flags = [
@@ -73,7 +79,7 @@ class Server:
                 ],
                 env={
                     **os.environ,
-                    "SGLANG_USE_CPU_ENGINE": "1",
+                    **(ON_CPU if device == "cpu" else {}),
                     "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(tp)),
                     "PYTHONWARNINGS": "ignore",
                 },

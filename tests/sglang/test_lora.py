@@ -145,6 +145,22 @@ def test_a_shared_prefix_is_computed_once_a_probe(engines):
     assert ours.describe()["cached_tokens"] > 0
 
 
+def test_candidates_of_a_prompt_share_it(engines):
+    """Each sign computes a prompt once; all of its candidates take it from the cache, but for the token they are read after."""
+    ours, batch = engines[0], BATCHES["shared-prompts"]
+    before, kept = (ours.count.cached, ours.count.computed), ours.unit
+    ours.unit = type(kept)(
+        rows=16, members=2
+    )  # all in one forward: a unit may begin in the middle of a prompt's candidates
+    ours.score(batch, PAIR)
+    ours.unit = kept
+    shared = [(len(p.ids) - 1, p.candidates) for p in batch.prompts if len(p.candidates) > 1]
+    assert ours.count.cached - before[0] == 2 * sum(length * len(candidates) for length, candidates in shared)
+    whole = sum(len(p.ids) + len(candidate) for p in batch.prompts for candidate in p.candidates)
+    again = sum(length * (len(candidates) - 1) for length, candidates in shared)
+    assert ours.count.computed - before[1] == 2 * (whole - again)
+
+
 def _read(prompt):
     return prompt.position % len(prompt.ids) + 1
 

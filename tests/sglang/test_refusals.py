@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mezzo import api
+from mezzo.defaults import with_defaults
 from mezzo.engines import open_engine
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.sglang.facts import facts_of
@@ -64,11 +65,22 @@ def test_matrices_need_low_rank_noise_that_fits():
         facts_of(spec_of(Space("matrices", noise_rank=256)))
 
 
+def test_matrices_get_low_rank_noise_by_default():
+    """So that the bundled model trains on SGLang without a word about noise."""
+    noise = {
+        engine: with_defaults(api.resolve({"engine": engine, "space": "matrices"}), "masked").noise
+        for engine in ("sglang", "torch")
+    }
+    assert noise == {"sglang": "lowrank", "torch": "rademacher"}
+
+
 def test_options_of_sglang_without_sglang_are_refused():
     with pytest.raises(ConfigError, match="--engine sglang"):
         api.resolve({"tp": 2})
     with pytest.raises(ConfigError, match="--engine sglang"):
         api.resolve({"url": "http://localhost:30000"})
+    with pytest.raises(ConfigError, match="all servers in --url"):
+        api.resolve({"engine": "sglang", "url": "http://localhost:30000", "workers": 2})
 
 
 @pytest.mark.sglang

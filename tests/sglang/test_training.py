@@ -1,4 +1,4 @@
-"""A whole run on SGLang: the example's 200 steps of LoRA on the bundled reviews, followed step by step by the torch engine."""
+"""A whole run on SGLang: the example's LoRA on the bundled reviews, of which the torch engine follows 200 steps one by one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from mezzo import api, assembly
 from mezzo.batches import batches_of
 from mezzo.engines import open_engine
 from mezzo.estimators import Spsa
+from mezzo.evaluation import scores_of
 from mezzo.objectives import get_objective
 from mezzo.run import Folder, Run
+from mezzo.tasks import load_examples
 from tests.sglang.conftest import MODEL
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -42,21 +44,33 @@ def test_both_engines_follow_the_same_journal(run):
     estimator, objective = Spsa(config.seed, config.eps, 1), get_objective("cross_entropy")
     engine = assembly.engine_for(parts.config, "causal", 0, parts.tokenizer.pad_token_id)
     differences, slopes = [], []
-    for record in api.records(run.out):
+    records = api.records(run.out)
+    for record in records[:200]:
         probes, batch = estimator.ask(record.step), batches(record.step)
         (slope,) = estimator.tell(probes, objective(engine.score(batch, probes), batch))
         differences.append(abs(slope.value - record.slopes[0]))
         slopes.append(slope.value)
         engine.apply([record.update])
-    assert len(slopes) == 200
+    engine.apply([record.update for record in records[200:]])
+    assert len(slopes) == 200 < len(records)
     assert max(differences) <= 1e-3 * np.sqrt(np.mean(np.square(slopes)))
     assert engine.digest() == run.digest
 
 
 def test_the_run_ends_above_calibrated_zero_shot(run):
-    """At settings chosen by dev over three seeds (docs/log.md), which also says why 200 steps prove no more than this."""
+    """In accuracy, which 615 sentences tell to ±3.7 points; and in loss, which they tell better: it lies below that of the model
+    as it came with its bias removed as well as these very sentences allow."""
     assert run.n_test == 615
     assert run.accuracy > run.zero_shot_calibrated > run.zero_shot
+    margins = {}
+    for step in (0, run.steps):
+        engine, parts = api.rebuilt(run.out, at=step)
+        prompts = parts.encode(load_examples(TEST, parts.task))
+        scores = scores_of(engine, prompts, parts.readout)
+        signs = np.array([2 * prompt.label - 1 for prompt in prompts])
+        margins[step] = signs * (scores[:, 1] - scores[:, 0])
+    offsets = [np.log1p(np.exp(-(margins[0] + signs * offset))).mean() for offset in np.linspace(-4, 4, 161)]
+    assert np.log1p(np.exp(-margins[run.steps])).mean() < min(offsets) - 0.03
 
 
 def test_the_journal_rebuilds_the_run_without_sglang(run):

@@ -13,22 +13,23 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 TRAIN = str(resources.files("mezzo") / "bundled" / "data" / "reviews" / "train.jsonl")
 
 
+OPTIONS = {
+    "engine": "sglang",
+    "model": MODEL,
+    "task": "sst-2",
+    "train": TRAIN,
+    "space": "lora",
+    "device": "cpu",
+    "steps": 6,
+    "batch_size": 8,
+    "micro_batch": 2,
+    "eval_limit": 4,
+    "check_workers": 1,
+}
+
+
 def test_two_workers_train_and_agree(tmp_path):
-    session = api.open_session(
-        engine="sglang",
-        model=MODEL,
-        task="sst-2",
-        train=TRAIN,
-        space="lora",
-        device="cpu",
-        steps=6,
-        batch_size=8,
-        micro_batch=2,
-        eval_limit=4,
-        workers=2,
-        check_workers=1,
-        out=str(tmp_path / "r"),
-    )
+    session = api.open_session(**OPTIONS, workers=2, out=str(tmp_path / "r"))
     try:
         while len(session.engine.all("digest")) < 2:  # the second may still be starting
             pass
@@ -37,4 +38,17 @@ def test_two_workers_train_and_agree(tmp_path):
     finally:
         session.close()
     assert (cost["lost"], cost["rebuilt"], cost["recomputed_units"]) == (0, 0, 0)
+    assert api.verify(tmp_path / "r").ok
+
+
+def test_a_ray_actor_holds_two_ranks(tmp_path):
+    """Ray's process, and SGLang's two ranks below it: the same contract."""
+    session = api.open_session(**OPTIONS, workers=1, tp=2, ray_address="local", out=str(tmp_path / "r"))
+    try:
+        (described,) = session.engine.all("describe").values()
+        assert (described["engine"], described["tp"]) == ("sglang", 2)
+        assert len(list(session.records())) == 6
+        assert session.engine.total_cost()["lost"] == 0
+    finally:
+        session.close()
     assert api.verify(tmp_path / "r").ok

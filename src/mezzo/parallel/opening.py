@@ -20,6 +20,8 @@ def open_workers(config: RunConfig, spec: EngineSpec) -> Engine | None:
     if ranks.Exchange.opened is not None:
         if config.workers:
             raise ConfigError("torchrun starts the workers of this run: leave --workers out")
+        if config.url:
+            raise ConfigError("servers in --url share each batch by themselves: start one process, without torchrun")
         return ranks.RankEngine(ranks.Exchange.opened, post, config.worker_timeout, config.check_workers)
     if not config.workers:
         return None

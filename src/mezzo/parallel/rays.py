@@ -55,7 +55,8 @@ class Actors:
             os.environ[LOOPBACK] = "0"
         import ray
 
-        self.cpus, self.gpus = float(post.spec.threads or 1), _gpus(post)
+        self.gpus = _gpus(post)
+        self.cpus = float(max(post.spec.threads or 1, 1 if self.gpus else post.spec.tp))
         self.started = not ray.is_initialized()
         if self.started:
             start(address, int(self.cpus * (workers + 1)))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mezzo.engines import ENGINES
 from mezzo.engines.base import Engine, EngineSpec, Unit
 from mezzo.engines.units import Piece
 from mezzo.errors import JournalError, MezzoError
@@ -79,17 +80,26 @@ class Worker:
 
 def _opened(post: Post) -> Engine:
     module, _, function = post.factory.partition(":")
-    engine: Engine = getattr(importlib.import_module(module), function)(_placed(post.spec, post.number))
+    engine: Engine = getattr(importlib.import_module(module), function)(_placed(post))
     return engine
 
 
-def _placed(spec: EngineSpec, number: int) -> EngineSpec:
+def _placed(post: Post) -> EngineSpec:
     """Workers of one machine share its GPUs out among themselves."""
-    if spec.device not in ("auto", "cuda") or spec.tp > 1:
-        return spec
     from mezzo.engines.torch.load import gpus
 
-    return dataclasses.replace(spec, device=f"cuda:{number % count}") if (count := gpus()) else spec
+    spec = post.spec
+    if spec.device in ("auto", "cuda") and (count := gpus()):
+        return dataclasses.replace(spec, device=f"cuda:{post.number * spec.tp % count}")
+    if post.factory == ENGINES["sglang"]:
+        _take_cores(post.number, max(spec.tp, spec.threads or 1))
+    return spec
+
+
+def _take_cores(number: int, count: int) -> None:
+    """SGLang pins its threads to the first cores that it may use; were these the same for all workers, one core would do all."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[(number * count + core) % len(cores)] for core in range(count)})
 
 
 class Service:

@@ -16,9 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mezzo.engines.sglang.layout import give_back, laid_out
 from mezzo.engines.sglang.rows import Row, common_prefix, shared_prompts
 from mezzo.errors import RunFailed
 from mezzo.types import Readout
+
+BUSY = "SGLang is busy with requests of others; a training run needs the engine for itself"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,48 +67,67 @@ class Forward:
         """Empty the prefix cache and the pools."""
         self._ready = 0
         if not self.scheduler.flush_cache(empty_cache=False):
-            raise RunFailed("SGLang is busy with requests of others; a training run needs the engine for itself")
+            raise RunFailed(BUSY)
+
+    def refuse_company(self) -> None:
+        """Nobody else may be served while the pools are borrowed."""
+        if not self.scheduler.is_fully_idle():
+            raise RunFailed(BUSY)
 
     @torch.no_grad()
     def scores(self, rows: Sequence[Row], members: Sequence[Member], readout: Readout, every: Sequence[Row]) -> Tensor:
         """[members, rows, words], or [members, rows] for candidates, of one unit. `every` are the rows of the batch it
         belongs to: what they all share is computed once and kept for its other units."""
-        self._make_room(sum(len(row.ids) for row in rows) * len(members) * 2)
-        if not self.causal:
-            return self._looked(rows, members, readout)
-        if self.share:
+        self._make_room(len(rows) * len(members), sum(len(row.ids) for row in rows) * len(members) * 2)
+        if self.causal and self.share:
             self._prepare(rows, members, every)
-        found = self._extend([(row.ids, row.start, m) for m in members for row in rows], readout, kept=False)
+        if readout.kind == "candidates":
+            found = self._candidates(rows, members, readout.reduce)
+        else:
+            found = self._at_once(rows, members, readout)
         return found.view(len(members), len(rows), *found.shape[1:])
 
-    def _looked(self, rows: Sequence[Row], members: Sequence[Member], readout: Readout) -> Tensor:
-        """An encoder's scores leave SGLang as embeddings; nothing of a bidirectional sequence can be shared."""
+    def _at_once(self, rows: Sequence[Row], members: Sequence[Member], readout: Readout) -> Tensor:
+        """[members · rows, words]. What all rows share is in the tree by now, so that a member's first row finds it for all."""
+        reqs = [self._request(rows[0].ids, -1, member) for member in members]
+        batch = laid_out(self.scheduler, reqs, [row.ids for row in rows])
+        self.count.cached += sum(batch.prefix_lens)
+        self.count.computed += sum(batch.extend_lens)
+        output = self._run(batch, tuple(row.position for row in rows) * len(members), readout)
+        give_back(batch)  # while the device is still busy: what comes next in its queue may write there
+        if not self.causal:
+            return output.float().cpu()
+        scores = output.float().log_softmax(-1) if readout.vocabulary else output
+        return scores[:, list(readout.words)].float().cpu()
+
+    def _run(self, batch: Any, positions: tuple[int, ...], readout: Readout) -> Tensor:
+        """One forward: next-token logits, or of an encoder, whose scores leave SGLang as embeddings, those of its words."""
+        if self.causal:
+            output = self.scheduler.tp_worker.forward_batch_generation(batch, is_verify=True).logits_output
+            return output.next_token_logits  # type: ignore[no-any-return]
         from mezzo.engines.sglang.models.roberta import Look
 
-        reqs = [self._request(row.ids, -1, member) for member in members for row in rows]
-        self.runner.model.look = Look(
-            tuple(row.position for row in rows) * len(members), readout.words, readout.vocabulary
-        )
+        self.runner.model.look = Look(positions, readout.words, readout.vocabulary)
         try:
-            found = self.scheduler.tp_worker.forward_batch_embedding(self._batch(reqs))
+            found = self.scheduler.tp_worker.forward_batch_embedding(batch)
         finally:
             self.runner.model.look = None
         output = found[0] if isinstance(found, tuple) else found
-        self._finished(reqs, kept=False)
-        scores = output.embeddings if hasattr(output, "embeddings") else output
-        return torch.as_tensor(scores).float().cpu().view(len(members), len(rows), -1)
+        return torch.as_tensor(output.embeddings if hasattr(output, "embeddings") else output)
 
     def _prepare(self, rows: Sequence[Row], members: Sequence[Member], every: Sequence[Row]) -> None:
         """Fill the tree: first what the whole batch shares, then the prompts of this unit's candidates."""
         prefix = common_prefix(every)
         if prefix and not self._ready:
-            self._extend([(prefix, -1, m) for m in members], None, kept=True)
+            self._extend([(prefix, -1, m) for m in members], kept=True)
             self._ready = len(prefix)
         if prompts := shared_prompts(rows, len(prefix)):
-            self._extend([(ids, -1, m) for m in members for ids in prompts], None, kept=True)
+            self._extend([(ids, -1, m) for m in members for ids in prompts], kept=True)
 
-    def _make_room(self, tokens: int) -> None:
+    def _make_room(self, sequences: int, tokens: int) -> None:
         """Allocating must never evict: a tree node that a sequence was just matched to would go."""
+        if sequences > (most := self.scheduler.req_to_token_pool.size):
+            raise RunFailed(f"SGLang takes {most} sequences at once, not {sequences}: use a smaller --micro-batch")
         free = self.scheduler.token_to_kv_pool_allocator.available_size
         if free() < tokens:
             self.flush()
@@ -114,15 +136,21 @@ class Forward:
                 f"a unit of work needs up to {tokens} tokens of SGLang's cache, which holds {free()}: use a smaller --micro-batch"
             )
 
-    def _extend(
-        self, work: Sequence[tuple[tuple[int, ...], int, Member]], readout: Readout | None, kept: bool
-    ) -> Tensor:
+    def _candidates(self, rows: Sequence[Row], members: Sequence[Member], reduce: str) -> Tensor:
+        """[members · rows]: the mean or sum of the log-probabilities of each candidate's tokens."""
+        work = [(row.ids, row.start, member) for member in members for row in rows]
+        output = self._extend(work, kept=False)
+        counts = [len(ids) - start for ids, start, _ in work]  # each ends with an entry for the unknown next token
+        pieces = torch.split(torch.as_tensor(output.input_token_logprobs).float().cpu(), counts)
+        reduced = torch.Tensor.mean if reduce == "mean" else torch.Tensor.sum
+        return torch.stack([reduced(piece[:-1]) for piece in pieces])
+
+    def _extend(self, work: Sequence[tuple[tuple[int, ...], int, Member]], kept: bool) -> Any:
+        """A forward of sequences that each find their own beginning in the tree and, if `kept`, stay there."""
         reqs = [self._request(ids, start, member) for ids, start, member in work]
-        batch = self._batch(reqs)
-        output = self.scheduler.tp_worker.forward_batch_generation(batch, is_verify=True).logits_output
-        found = torch.empty(0) if readout is None else self._read(output, work, readout)
+        output = self.scheduler.tp_worker.forward_batch_generation(self._batch(reqs), is_verify=True).logits_output
         self._finished(reqs, kept)
-        return found
+        return output
 
     def _finished(self, reqs: Sequence[Any], kept: bool) -> None:
         """Give the sequences' memory back; SGLang has counted what it took from its cache."""
@@ -174,13 +202,3 @@ class Forward:
             batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
             batch.prefill_input_ids_cpu = None
         return batch
-
-    def _read(self, output: Any, work: Sequence[tuple[tuple[int, ...], int, Member]], readout: Readout) -> Tensor:
-        if readout.kind == "words":
-            logits = output.next_token_logits.float()
-            logits = logits.log_softmax(-1) if readout.vocabulary else logits
-            return logits[:, list(readout.words)].cpu()
-        counts = [len(ids) - start for ids, start, _ in work]  # each ends with an entry for the unknown next token
-        pieces = torch.split(torch.as_tensor(output.input_token_logprobs).float().cpu(), counts)
-        reduce = torch.Tensor.mean if readout.reduce == "mean" else torch.Tensor.sum
-        return torch.stack([reduce(piece[:-1]) for piece in pieces])

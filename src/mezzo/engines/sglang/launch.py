@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import logging
 import os
+import re
 import signal
 import threading
 import warnings
@@ -61,9 +62,10 @@ def adapter_of(spec: EngineSpec, trained: Sequence[Trained]) -> Adapter | None:
 
 def start(spec: EngineSpec, adapter: Adapter | None) -> tuple[Any, list[Any]]:
     """An `sglang.Engine` and the processes it started; whatever it cannot do is explained."""
-    cpu, before = on_cpu(spec.device), _children()
+    cpu = on_cpu(spec.device)
     with _environment(_variables(spec, cpu)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        before = _children()
         logging.getLogger("sglang.srt.entrypoints.engine").addFilter(_not_our_handler)
         try:
             import sglang
@@ -97,7 +99,8 @@ def stop(engine: Any, processes: Sequence[Any]) -> None:
 
 
 def _children() -> list[Any]:
-    """This process's children, without multiprocessing's own tracker, which outlives any engine."""
+    """This process's children, without multiprocessing's own tracker, which outlives any engine. It is started with SGLang's
+    variables: of what SGLang leaves behind when it is stopped, it would else complain when this process ends."""
     import psutil
 
     resource_tracker.ensure_running()
@@ -132,6 +135,7 @@ def arguments(spec: EngineSpec, adapter: Adapter | None, cpu: bool) -> dict[str,
         "max_total_tokens": CACHE_TOKENS["cpu" if cpu else "cuda"],
         "max_running_requests": max(64, MEMBERS * spec.rows * 2),
         "chunked_prefill_size": -1,
+        "page_size": 1,
         "log_level": "error",
         "custom_sigquit_handler": worker_died,
     }
@@ -145,7 +149,7 @@ def arguments(spec: EngineSpec, adapter: Adapter | None, cpu: bool) -> dict[str,
             "sleep_on_idle": True,
         }
     else:
-        chosen |= {"attention_backend": "triton"}
+        chosen |= {"attention_backend": "triton", "base_gpu_id": int(spec.device.partition(":")[2] or 0)}
     if adapter is not None:
         chosen |= {
             "enable_lora": True,
@@ -190,8 +194,8 @@ def on_cpu(device: str) -> bool:
 
     if device == "auto":
         return not torch.cuda.is_available()
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(f"the sglang engine runs on cpu or cuda, not {device!r}")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ConfigError(f"the sglang engine runs on cpu, cuda or cuda:N, the first GPU of its ranks, not {device!r}")
     return device == "cpu"
 
 

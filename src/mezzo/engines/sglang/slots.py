@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mezzo.engines.sglang.shards import Part, parts_of
@@ -62,14 +63,31 @@ class Slots:
         self.manager.fetch_new_loras({*self.ids, None})
         return [self.manager.memory_pool.uid_to_buffer_id[adapter] for adapter in self.ids]
 
-    def write(self, slot: int, module: str, down: Tensor, up: Tensor) -> None:
-        """Put A[r, in] and B[out, r] of a module into a buffer slot: this rank's share of them."""
-        key = (slot, module, down.shape[0])
-        if key not in self._targets:
-            self._targets[key] = self._target(*key)
-        part = self.places[served(module)].part
-        for target, value in zip(self._targets[key], (down[:, slice(*part.cols)], up[slice(*part.rows)]), strict=True):
-            target.copy_(value)
+    def write(self, written: Iterable[tuple[int, str, Tensor, Tensor]]) -> None:
+        """Put A[r, in] and B[out, r] of modules into buffer slots: this rank's share of them, in as few copies as possible."""
+        targets: list[Tensor] = []
+        values: list[Tensor] = []
+        for slot, module, down, up in written:
+            key = (slot, module, down.shape[0])
+            if key not in self._targets:
+                self._targets[key] = self._target(*key)
+            part = self.places[served(module)].part
+            targets += self._targets[key]
+            values += (down[:, slice(*part.cols)], up[slice(*part.rows)])
+        if targets:
+            torch._foreach_copy_(targets, values)
+
+    def whole(self, slots: Sequence[int], trained: Sequence[Trained]) -> list[Tensor] | None:
+        """The places of LoRA's factors as flat vectors, slot by slot; None where this rank holds a part of one only."""
+        found: list[Tensor] = []
+        for slot in slots:
+            for each in trained:
+                first, rank = each.kind == "lora_A", min(each.shape)
+                target = self._target(slot, module_of(each.name), rank)[0 if first else 1]
+                if target.shape != each.shape or not target.is_contiguous():
+                    return None
+                found.append(target.view(-1))
+        return found
 
     def _target(self, slot: int, module: str, rank: int) -> tuple[Tensor, Tensor]:
         """Where they go: SGLang's buffers stay where they are, and slicing them anew costs more than the copies."""

@@ -16,6 +16,7 @@ from mezzo.engines.sglang.matrices import Array, Matrices, Piece, probe_factors,
 from mezzo.engines.sglang.slots import Slots
 from mezzo.engines.sglang.support import module_of
 from mezzo.engines.torch.noise import NoiseSource
+from mezzo.engines.torch.points import Point
 from mezzo.engines.torch.population import Population
 from mezzo.errors import ModelError
 from mezzo.space import lora_names
@@ -59,15 +60,42 @@ class LoraWeights:
             {t.name: fresh(t, plan.seed).to(device) for t in plan.frozen},
         )
         self.modules = tuple(dict.fromkeys(module_of(t.name) for t in plan.trained))
+        self._whole: dict[tuple[int, ...], list[Tensor] | None] = {}
         for trained in plan.trained:
             slots.refuse_padding(trained)
 
     def place(self, probes: Sequence[Probe]) -> list[str | None]:
-        slots = self.slots.resident()
-        for module, downs, ups in members(self.population, self.modules, probes):
-            for index in range(len(probes)):
-                self.slots.write(slots[index], module, downs[index], ups[index])
+        slots = self.slots.resident()[: len(probes)]
+        if not self._placed_whole(slots, probes):
+            self.slots.write(
+                (slots[index], module, downs[index], ups[index])
+                for module, downs, ups in members(self.population, self.modules, probes)
+                for index in range(len(probes))
+            )
         return list(self.slots.ids[: len(probes)])
+
+    def _placed_whole(self, slots: Sequence[int], probes: Sequence[Probe]) -> bool:
+        """Every factor of every member by a few operations, where all of them are trained and lie whole on this rank. Looking
+        each of them up would cost a step some milliseconds."""
+        population = self.population
+        point = Point(tuple(probes), population.source.device)
+        if population.frozen or population.large or not point.seeds:
+            return False
+        for index, flat in enumerate(population.flats):
+            key = (index, *slots)
+            if key not in self._whole:
+                self._whole[key] = self.slots.whole(slots, [slot.trained for slot in flat.slots])
+            if (targets := self._whole[key]) is None:
+                return False
+            ends = [*(slot.start for slot in flat.slots[1:]), flat.values.numel()]
+            sizes = [
+                n
+                for slot, end in zip(flat.slots, ends, strict=True)
+                for n in (slot.count, end - slot.start - slot.count)
+            ]
+            values = population.work.small_members(flat, point)
+            torch._foreach_copy_(targets, [piece for row in values for piece in row.split(sizes)[::2]])
+        return True
 
     def apply(self, update: Update) -> None:
         self.population.apply(update)
@@ -110,11 +138,12 @@ class MatrixWeights:
 
     def place(self, probes: Sequence[Probe]) -> list[str | None]:
         slots = self.slots.resident()
-        for slot, probe in zip(slots, probes, strict=False):
-            for seed, scale in one_direction(probe):
-                for trained in self.matrices.trained:
-                    down, up = probe_factors(self.source, trained, seed, scale)
-                    self.slots.write(slot, module_of(trained.name), down, up)
+        self.slots.write(
+            (slot, module_of(trained.name), *probe_factors(self.source, trained, seed, scale))
+            for slot, probe in zip(slots, probes, strict=False)
+            for seed, scale in one_direction(probe)
+            for trained in self.matrices.trained
+        )
         return [adapter if probe.terms else None for adapter, probe in zip(self.slots.ids, probes, strict=False)]
 
     def apply(self, update: Update) -> None:

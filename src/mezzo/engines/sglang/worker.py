@@ -28,7 +28,9 @@ class Worker:
         self.forward = Forward(scheduler)
         self.weights: Weights | None = None
 
-    def work(self, function: str, values: Mapping[str, Any]) -> Any:
+    def work(self, function: str, values: Mapping[str, Any], ahead: Sequence[Update] = ()) -> Any:
+        """Apply the updates that came along, then answer."""
+        self._apply(ahead)
         return _FUNCTIONS[function](self, **values)
 
     def open(self, plan: Plan) -> None:
@@ -47,6 +49,8 @@ class Worker:
         self.forward.share, self.forward.count = share, Count()
         try:
             for first in range(0, len(probes), members):
+                if first:
+                    self.forward.flush()  # the same slots are about to hold other probes
                 chunk = self._placed(probes[first : first + members])
                 for start in range(0, len(every), rows):
                     unit = every[start : start + rows]
@@ -88,10 +92,10 @@ class Worker:
         return [None for _ in probes] if self.weights is None else self.weights.place(probes)
 
     @torch.no_grad()
-    def apply(self, updates: Sequence[Update]) -> None:
-        assert self.weights is not None
+    def _apply(self, updates: Sequence[Update]) -> None:
         for update in updates:
             if not update.empty:
+                assert self.weights is not None
                 self.weights.apply(update)
 
     def state(self) -> list[Piece]:
@@ -106,14 +110,16 @@ class Worker:
         return bool(self.scheduler.flush_cache(empty_cache=False))
 
     def _placed(self, probes: Sequence[Probe]) -> list[Member]:
-        return [Member(adapter, f"mezzo-{index}-") for index, adapter in enumerate(self.place(probes))]
+        """Write the probes into the adapter slots, each with a key of its own in a prefix cache that holds nothing of ours."""
+        self.forward.refuse_company()
+        adapters = [None for _ in probes] if self.weights is None else self.weights.place(probes)
+        return [Member(adapter, f"mezzo-{index}-") for index, adapter in enumerate(adapters)]
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "open": Worker.open,
     "score": Worker.score,
     "place": Worker.place,
-    "apply": Worker.apply,
     "state": Worker.state,
     "load": Worker.load,
     "idle": Worker.idle,
