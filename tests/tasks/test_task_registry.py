@@ -46,7 +46,7 @@ MASKED: dict[str, tuple[str, dict[str, str], int, str]] = {
     "rte": (T2, RTE, 256, "accuracy"),
     "mrpc": (T3, SAME, 128, "f1"),
     "qqp": (T3, SAME, 128, "f1"),
-    "reviews": (T1, SENTIMENT, 128, "accuracy"),
+    "reviews": ("*cls**sent_0*_I*mask*_it!*sep+*", {"negative": "hated", "positive": "loved"}, 128, "accuracy"),
     "pairs": (T2, NLI, 256, "accuracy"),
 }
 

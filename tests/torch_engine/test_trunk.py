@@ -65,6 +65,35 @@ def test_all_layers_are_below_a_head():
     assert engine.describe()["trunk"]["saved_share"] == 0.75
 
 
+HEADS = {"roberta": "head", "bert": "head", "distilbert": "head", "modernbert": "head", "llama": "model.norm.*", "gpt2": "*ln_f*"}
+
+
+@pytest.mark.parametrize(("family", "space"), HEADS.items())
+def test_behind_frozen_layers_only_what_is_read_is_kept_and_seen(family, space):
+    """Equal to a forward over whole rows, with one position an example in memory and in the head."""
+    model, batch = MAKERS[family](), make_batch(9)
+    plain, cached = engine_of(model, Space(space), 0), engine_of(model, Space(space), 1, rows=9)
+    cached.check(batch, 1e-2)
+    seen = []
+    cached.model.get_input_embeddings().register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape)))
+    for _ in range(2):
+        np.testing.assert_allclose(cached.score(batch, PAIR), plain.score(batch, PAIR), rtol=1e-5, atol=1e-5)
+    assert seen[-1] == (18, 1)
+    assert cached.trunk.held == 4 * sum(state.numel() for state in cached.trunk._kept.values())
+    assert {tuple(state.shape) for state in cached.trunk._kept.values()} == {(1, model.config.hidden_size)}
+
+
+def test_candidates_are_read_at_several_positions():
+    model = make_llama()
+    prompts = tuple(Prompt((5, 6, 7 + n), 0, candidates=((11, 12), (13,), (14, 15, 16 + n))) for n in range(4))
+    batch = Batch(prompts, Readout("candidates"))
+    space = Space("model.norm.*")
+    plain, cached = engine_of(model, space, 0), engine_of(model, space, 1)
+    plain.share_prompts = cached.share_prompts = False
+    for _ in range(2):
+        np.testing.assert_allclose(cached.score(batch, PAIR), plain.score(batch, PAIR), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("space", [Space("full"), Space("lora"), Space("prefix"), Space("*embed*")])
 def test_nothing_is_kept_when_the_first_layer_or_the_embeddings_train(space):
     for make_model in (make_roberta, make_llama):
