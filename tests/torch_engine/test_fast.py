@@ -107,9 +107,11 @@ def test_thin_products_equal_float64(lora, dtype):
     at = torch.arange(modules, device=DEVICE)
     bias = torch.from_numpy(rng.normal(size=(modules, outer))).to(DEVICE, dtype)
     given = torch.from_numpy(x).to(DEVICE, dtype)
-    t = thin.down(given, parts, at * rank * inner, torch.tensor(scales, device=DEVICE), rank, factor)
+    places = at * rank * inner, modules * rank * inner + at * outer * rank
+    factors = thin.Factors(rank, factor, parts, *places)
+    t = thin.down(given, factors, torch.tensor(scales, device=DEVICE))
     y = torch.empty((modules, members * rows, outer), device=DEVICE, dtype=dtype)
-    thin.up(y, t, parts, modules * rank * inner + at * outer * rank, rank, bias)
+    thin.up(y, t, factors, bias)
     exact = given.double().cpu().numpy().reshape(members, rows, inner)
     for module in range(modules):
         for member, scale in enumerate(scales):

@@ -84,8 +84,7 @@ class Population:
     def move(self, move: Move) -> None:
         for flat in self.flats:
             self.work.move_small(flat, move)
-        for name, tensor in self.large.items():
-            self.work.move(self.trained[name], tensor, move)
+        self.work.move_all([(self.trained[name], tensor) for name, tensor in self.large.items()], move)
 
     # ---- the members of a forward
 
@@ -132,14 +131,22 @@ class Population:
 
     def member_matrix(self, name: str) -> Tensor:
         """[P, *shape] of a large tensor, in scratch that all layers share: use it before asking for another."""
-        trained, value = self.trained[name], self.large[name]
+        out = self._room(self.large[name])
+        self.work.members(self.trained[name], self.large[name], self.point, out)
+        return out
+
+    def joint_matrix(self, names: Sequence[str], value: Tensor) -> Tensor:
+        """The same for dense matrices of one shape that lie below each other in `value`, in one go."""
+        out = self._room(value)
+        self.work.joint_members([self.trained[name] for name in names], value, self.point, out)
+        return out
+
+    def _room(self, value: Tensor) -> Tensor:
         count = self.members * value.numel()
         if self._scratch.numel() < count:
             self._scratch = torch.empty(0)  # let go of the smaller one first
             self._scratch = torch.empty(count, device=value.device, dtype=self.compute)
-        out = self._scratch[:count].view(self.members, *value.shape)
-        self.work.members(trained, value, self.point, out)
-        return out
+        return self._scratch[:count].view(self.members, *value.shape)
 
     def member_rows(self, name: str, ids: Tensor) -> Tensor:
         """[P, *ids.shape, width] in float32: rows of a matrix at each member, without perturbing the rest of it."""

@@ -7,6 +7,8 @@ and t holds its columns once for every part: (t, t, s·t). Low-rank noise has on
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,27 @@ NARROWEST = 16
 DOWN = {"ROWS": 32, "INNER": 128, "num_warps": 4, "num_stages": 3}
 UP = {"ROWS": 64, "OUTER": 64, "num_warps": 4}
 """The fastest of eight and of seven shapes on an H200, for widths 1024 and 4096."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The thin factors of layers that read one input: where each begins on its way down and up in every one of the parts."""
+
+    rank: int
+    factor: float
+    parts: Tensor
+    """[n, size]: three parts of LoRA's factors, or one of low-rank noise."""
+    down_at: Tensor
+    up_at: Tensor
+
+    @property
+    def wide(self) -> int:
+        """Columns of t for one layer."""
+        return max(NARROWEST, triton.next_power_of_2(len(self.parts) * self.rank))  # type: ignore[no-any-return]
+
+    def steps(self, inner: int) -> tuple[int, int]:
+        """From one column of a layer's factor to the next, and from one line to the next."""
+        return (1, self.rank) if len(self.parts) == 1 else (inner, 1)
 
 
 @triton.jit
@@ -86,29 +109,28 @@ def _up(y, t, parts, size, at, bias, rows, outer,
     tl.store(target, found.to(y.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
-def down(x: Tensor, parts: Tensor, at: Tensor, scales: Tensor, rank: int, factor: float) -> Tensor:
-    """t[G, rows, columns] for G modules that share x[rows, inner]; their matrices begin at `at` in each of parts[n, size].
+def down(x: Tensor, factors: Factors, scales: Tensor) -> Tensor:
+    """t[G, rows, columns] for G layers that share x[rows, inner].
 
     Three parts are LoRA's [rank, inner]: two of its value, one of its noise. One part is low-rank noise, [inner, rank].
     `scales` holds one s a member; members own equal, consecutive blocks of rows. `rank` is a power of two.
     """
     rows, inner = x.shape
-    count, size = parts.shape
-    wide = max(NARROWEST, triton.next_power_of_2(count * rank))
-    out = torch.empty((len(at), rows, wide), device=x.device, dtype=x.dtype)
-    steps = (1, rank) if count == 1 else (inner, 1)
+    count, size = factors.parts.shape
+    at = factors.down_at
+    out = torch.empty((len(at), rows, factors.wide), device=x.device, dtype=x.dtype)
     _down[(triton.cdiv(rows, DOWN["ROWS"]), len(at))](
-        x, parts, size, at, scales, out, rows, rows // len(scales), factor, *steps,
-        INNER_SIZE=inner, PARTS=count, RANK=rank, EXACT=x.dtype == torch.float32, WIDE=wide, **DOWN,
+        x, factors.parts, size, at, scales, out, rows, rows // len(scales), factors.factor, *factors.steps(inner),
+        INNER_SIZE=inner, PARTS=count, RANK=factors.rank, EXACT=x.dtype == torch.float32, WIDE=factors.wide, **DOWN,
     )  # fmt: skip
     return out
 
 
-def up(y: Tensor, t: Tensor, parts: Tensor, at: Tensor, rank: int, bias: Tensor | None) -> None:
-    """y[G, rows, outer] = t·Eᵀ + bias[G, outer], where E [outer, rank] begins at `at` in each of parts[n, size]."""
+def up(y: Tensor, t: Tensor, factors: Factors, bias: Tensor | None) -> None:
+    """y[G, rows, outer] = t·Eᵀ + bias[G, outer]; each E is [outer, rank] in every part."""
     _, rows, outer = y.shape
-    count, size = parts.shape
+    count, size = factors.parts.shape
     _up[(triton.cdiv(rows, UP["ROWS"]), triton.cdiv(outer, UP["OUTER"]), len(y))](
-        y, t, parts, size, at, t if bias is None else bias, rows, outer,
-        PARTS=count, RANK=rank, BIAS=bias is not None, EXACT=y.dtype == torch.float32, WIDE=t.shape[2], **UP,
+        y, t, factors.parts, size, factors.up_at, t if bias is None else bias, rows, outer,
+        PARTS=count, RANK=factors.rank, BIAS=bias is not None, EXACT=y.dtype == torch.float32, WIDE=t.shape[2], **UP,
     )  # fmt: skip
