@@ -26,6 +26,7 @@ FORMAT = 1
 NAME = "journal.jsonl"
 LONGEST_LINE = 16 * 2**20  # a header with thousands of tensor names fits; a hostile endless line does not
 SYNC_SECONDS = 1.0
+ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _line(payload: Mapping[str, Any], salt: int) -> bytes:
-    text = json.dumps(payload, separators=(",", ":"), allow_nan=False).encode()
+    text = ENCODER.encode(payload).encode()
     return b'%s,"crc":"%08x"}\n' % (text[:-1], zlib.crc32(text, salt))
 
 

@@ -54,7 +54,7 @@ def test_weights_after_updates_are_those_of_a_cpu(space, kind, dtype, small, mon
         engine = TorchEngine(make_roberta().to(dtype), space, noise_kind=kind, device=device)
         engine.apply(updates(20))
         digests.append(engine.digest())
-    assert type(engine.population.work).__name__ == "Fused"
+    assert engine.population.work.kernels
     assert digests[0] == digests[1] != TorchEngine(make_roberta().to(dtype), space).digest()
 
 
@@ -124,7 +124,7 @@ def test_peak_memory_of_a_step(dtype, kind):
         work()
         return torch.cuda.max_memory_allocated()
 
-    engine.population._scratch = torch.empty(0)
+    engine.population.scratch = torch.empty(0)
     inference = peak(lambda: engine.score(batch, [Probe(), Probe()]))
     step = peak(lambda: step_of(engine, batch))
     module = max(value.numel() for name, value in engine.population.large.items() if "embed" not in name)

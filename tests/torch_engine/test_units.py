@@ -42,6 +42,6 @@ def test_a_batch_laid_out_ahead_is_used_only_for_itself():
     batches = make_batch(6, seed=1), make_batch(6, seed=2)
     expected = [engine.score(batch, PAIR) for batch in batches]
     for asked in (0, 1):
-        engine.expect(lambda: batches[0])
+        engine.expect(lambda: (batches[0], PAIR))
         engine.prepare_expected()
         np.testing.assert_array_equal(engine.score(batches[asked], PAIR), expected[asked])

@@ -108,7 +108,9 @@ class Layer:
         attention = layer.attention.self
         self.heads, self.scaling = attention.num_attention_heads, attention.scaling
         products = [
-            Product([_at(layer, name) for name in group], [f"{path}.{name}" for name in group], population, names, scaling)
+            Product(
+                [_at(layer, name) for name in group], [f"{path}.{name}" for name in group], population, names, scaling
+            )
             for group in PRODUCTS
         ]
         self.first, self.out, self.wide, self.narrow = products
@@ -118,9 +120,7 @@ class Layer:
         self._given: tuple[Tensor, Tensor | None] | None = None
 
     @classmethod
-    def of(
-        cls, layer: Any, path: str, population: Population, names: dict[int, str], scaling: float
-    ) -> Layer | None:
+    def of(cls, layer: Any, path: str, population: Population, names: dict[int, str], scaling: float) -> Layer | None:
         """The layer with its forward overridden; None where it cannot be."""
         if not _known(layer, path, population, names, scaling):
             return None
@@ -138,7 +138,9 @@ class Layer:
         population = self.population
         return (
             bool(population.probes)
-            and (population.point.single or not (population.perturbed or self.lora))  # LoRA's term is there at any point
+            and (
+                population.point.single or not (population.perturbed or self.lora)
+            )  # LoRA's term is there at any point
             and not population.diverged
             and hidden.is_contiguous()
             and hidden.dtype == population.compute

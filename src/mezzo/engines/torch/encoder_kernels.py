@@ -12,14 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from mezzo.engines.torch import thin
+from mezzo.engines.torch.vectors import gelu_of
 
 LONGEST = 128
 """Tokens of a row whose attention is one block."""
 WIDEST = 2048
 """Columns of a norm that a program holds in registers, in chunks of 128."""
 CHUNK = 128
-NORM = {"ROWS": 16, "num_warps": 8}
-GELU = {"ROWS": 16, "COLUMNS": 128, "num_warps": 4}
+ROWS = 16
+NORM = {"ROWS": ROWS, "num_warps": 8}
+GELU = {"ROWS": ROWS, "COLUMNS": 128, "num_warps": 4, "num_stages": 2}
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,8 @@ def _norm(y, residual, bias, bias_step, gain, gain_step, shift, shift_step, out,
           term, parts, size, at, t, d_parts, d_size, d_at, scales, d_each, factor,
           WIDTH: tl.constexpr, UP: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr,
           MODULES: tl.constexpr, D_PARTS: tl.constexpr, D_RANK: tl.constexpr, D_WIDE: tl.constexpr, ALL: tl.constexpr,
-          COLUMN: tl.constexpr, INNER: tl.constexpr, SAME: tl.constexpr, EXACT: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+          COLUMN: tl.constexpr, INNER: tl.constexpr, SAME: tl.constexpr, EXACT: tl.constexpr,
+          CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = row < rows
     start = row.to(tl.int64)[:, None] * WIDTH
@@ -171,7 +174,7 @@ def _norm(y, residual, bias, bias_step, gain, gain_step, shift, shift_step, out,
         if UP:
             value = _up(value, term, parts, size, at, rows, row, real, line, inside, 0, PARTS, RANK, WIDE, EXACT)
         total += value
-        chunks = chunks + (value,)
+        chunks = chunks + (value,)  # type: ignore[assignment]
     mean = tl.sum(total, 1) / WIDTH
     square = tl.zeros((ROWS, CHUNK), tl.float32)
     for number in tl.static_range(CHUNKS):
@@ -215,7 +218,7 @@ def _gelu(y, bias, bias_step, rows, each, term, parts, size, at,
         value += _vector(bias, bias_step, row, each, line, real, inside, SAME)
         if UP:
             value = _up(value, term, parts, size, at, rows, row, real, line, inside, 0, PARTS, RANK, WIDE, EXACT)
-        value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+        value = gelu_of(value, EXACT)
         x = value.to(y.dtype.element_ty)
         tl.store(y + start + line[None, :], x, mask=both)
         if MODULES:
@@ -268,7 +271,8 @@ def norm(
     _norm[(triton.cdiv(rows, NORM["ROWS"]),)](
         y, residual, bias, bias.stride(0), gain, gain.stride(0), shift, shift.stride(0), out, rows, rows // members, eps,
         *_up_arguments(y, term), *down, WIDTH=width, UP=term is not None, **_up_sizes(term), **sizes,
-        SAME=rows // members % NORM["ROWS"] == 0, EXACT=y.dtype == torch.float32, CHUNKS=triton.cdiv(width, CHUNK), CHUNK=CHUNK, **NORM,
+        SAME=rows // members % NORM["ROWS"] == 0, EXACT=y.dtype == torch.float32,
+        CHUNKS=triton.cdiv(width, CHUNK), CHUNK=CHUNK, **NORM,
     )  # fmt: skip
     return out, t
 
@@ -304,13 +308,14 @@ def _down_arguments(
     y: Tensor, then: thin.Factors | None, scales: Tensor | None
 ) -> tuple[Tensor | None, tuple[Tensor | int | float, ...], dict[str, int]]:
     """Where t goes, what is told of the factors that it comes from, and their sizes."""
-    none = {"MODULES": 0, "D_PARTS": 1, "D_RANK": 1, "D_WIDE": 16, "ALL": 16, "COLUMN": 1, "INNER": 1}
+    none = {"MODULES": 0, "D_PARTS": 1, "D_RANK": 1, "D_WIDE": 16, "ALL": 2 * ROWS, "COLUMN": 1, "INNER": 1}
     if then is None or scales is None:
         return None, (y, y, 0, y, y, 1, 1.0), none
     modules = len(then.down_at)
     t = torch.empty((modules, len(y), then.wide), device=y.device, dtype=y.dtype)
     column, inner = then.steps(y.shape[1])
     sizes = {"D_PARTS": len(then.parts), "D_RANK": then.rank, "D_WIDE": then.wide, "COLUMN": column, "INNER": inner}
-    every = then.wide * triton.next_power_of_2(modules)
+    # More columns than rows: Triton then spreads the warps over columns in both products, and none repeats another's work.
+    every = max(2 * ROWS, then.wide * triton.next_power_of_2(modules))
     given = (t, then.parts, then.parts.shape[1], then.down_at, scales, len(y) // len(scales), then.factor)
     return t, given, {"MODULES": modules, "ALL": every, **sizes}

@@ -95,7 +95,7 @@ class TorchEngine:
         self._words: dict[tuple[int, ...], Tensor] = {}
         self.graphs: Graphs | None = None
         self.at_close: Callable[[], None] = lambda: None
-        self._expected: Callable[[], Batch] | None = None
+        self._expected: Callable[[], tuple[Batch, Sequence[Probe]]] | None = None
         self._laid_out: tuple[Batch, list[Rows]] | None = None
         layers.attach(self.model, self.population, space.scaling)
         prefix.attach(self.model, self.population, self.stated.get)
@@ -112,27 +112,32 @@ class TorchEngine:
         out = np.full((len(probes), len(batch), self.width(batch)), -np.inf, dtype=np.float32)
         shared = self.share_prompts and self.causal and batch.readout.kind == "candidates"
         groups = [] if shared else self._packed(batch)
-        for first in range(0, len(probes), self.unit.members):
-            chunk = probes[first : first + self.unit.members]
-            here = out[first : first + len(chunk)]
-            point = Point(tuple(chunk), self.device)
-            with self._memory_explained(len(chunk)):
-                if self.graphs is not None and not shared and not self.trunk and len(point.seeds) <= 1:
-                    self.graphs.score(groups, batch, point, here)
-                else:
-                    self._score_plainly(groups, batch, point, here)
+        points = self._points(probes)
+        with self._memory_explained(min(len(probes), self.unit.members)):
+            if self.graphs is not None and not shared and not self.trunk and all(len(p.seeds) <= 1 for p in points):
+                self.graphs.score(groups, batch, points, out)
+            else:
+                for number, point in enumerate(points):
+                    first = number * self.unit.members
+                    self._score_plainly(groups, batch, point, out[first : first + len(point.probes)])
         return out
 
-    def expect(self, batch: Callable[[], Batch]) -> None:
-        """Say which batch comes after the next one scored: it is prepared while the device is busy with that one."""
-        self._expected = batch
+    def expect(self, question: Callable[[], tuple[Batch, Sequence[Probe]]]) -> None:
+        """Say which batch and probes come after the next ones: they are prepared while the device is busy with those."""
+        self._expected = question
 
     def prepare_expected(self) -> None:
-        """The device is busy: a good moment to lay out what comes next."""
+        """The device is busy: a good moment to lay out what comes next, and to send it there."""
         if self._expected is not None:
-            batch, self._expected = self._expected(), None
+            (batch, probes), self._expected = self._expected(), None
             if self._laid_out is None or self._laid_out[0] is not batch:
                 self._laid_out = batch, self._pack(batch)
+            if self.graphs is not None and len(self._laid_out[1]) == 1:
+                self.graphs.send(self._laid_out[1][0], batch, self._points(probes)[0])
+
+    def _points(self, probes: Sequence[Probe]) -> list[Point]:
+        size = self.unit.members
+        return [Point(tuple(probes[first : first + size]), self.device) for first in range(0, len(probes), size)]
 
     def _packed(self, batch: Batch) -> list[Rows]:
         if self._laid_out is None or self._laid_out[0] != batch:

@@ -22,7 +22,7 @@ from transformers import masking_utils
 from mezzo.engines.torch.fused import LARGEST_RANK
 from mezzo.engines.torch.inputs import Rows
 from mezzo.engines.torch.points import Move, Point
-from mezzo.types import Batch, Scores, Update
+from mezzo.types import Batch, Probe, Scores, Update
 
 if TYPE_CHECKING:
     from mezzo.engines.torch.engine import TorchEngine
@@ -67,6 +67,13 @@ class Captured:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.staging = Staging(self.inputs)
         self.scores = torch.empty(0)
+        self.held: tuple[Rows, tuple[Probe, ...]] | None = None
+        """What the inputs are, or will be when the device has done what it was told before."""
+
+    def send(self, rows: Rows, point: Point) -> None:
+        if self.held is None or self.held[0] is not rows or self.held[1] != point.probes:
+            self.staging.send(_parts(rows, point))
+            self.held = rows, point.probes
 
     def forward(self) -> Tensor:
         with self.engine.population.at(self.point):
@@ -77,6 +84,7 @@ class Captured:
         with torch.cuda.graph(graph, pool=pool), masks_as_outside():
             self.scores = self.forward()
         self.graph = graph
+        self.uses = self.engine.population.scratch  # the graph writes there even if a larger one takes its place
 
     def run(self) -> Tensor:
         """Scores on the device; the next run of this shape overwrites them."""
@@ -118,6 +126,7 @@ class Graphs:
         self.pool = torch.cuda.graph_pool_handle()
         self.captured: OrderedDict[Hashable, Captured] = OrderedDict()
         self.moves: dict[int, CapturedMove] = {}
+        self.done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.refused = ""
         """Why nothing is captured, where the model's forward does not allow it."""
         self._moves = all(t.rank <= LARGEST_RANK for t in engine.trained)
@@ -158,13 +167,22 @@ class Graphs:
             one.graph = None
             self.refused = str(error).splitlines()[0]
 
-    def score(self, groups: Sequence[Rows], batch: Batch, point: Point, out: Scores) -> None:
-        """Launch every micro-batch, then wait once for the scores of all."""
-        found = [self._launched(rows, batch, point) for rows in groups]
+    def score(self, groups: Sequence[Rows], batch: Batch, points: Sequence[Point], out: Scores) -> None:
+        """Launch every micro-batch at every point, then wait once for the scores of all."""
+        found = [(point, rows, self._launched(rows, batch, point)) for point in points for rows in groups]
+        self.done.record()
         self.engine.prepare_expected()
-        torch.cuda.current_stream(self.engine.device).synchronize()
-        for rows, scores in zip(groups, found, strict=True):
-            rows.place(out, scores.numpy().reshape(len(point.probes), -1, *rows.tail))
+        self.done.synchronize()
+        first = {id(point): number * self.engine.unit.members for number, point in enumerate(points)}
+        for point, rows, scores in found:
+            start, members = first[id(point)], len(point.probes)
+            rows.place(out[start : start + members], scores.numpy().reshape(members, -1, *rows.tail))
+
+    def send(self, rows: Rows, batch: Batch, point: Point) -> None:
+        """What will be scored next, to where its graph reads it, behind what the device is doing; if there is a graph."""
+        one = self.captured.get(_key(rows, batch, point, self.engine.population.trims))
+        if one is not None and one.graph is not None:
+            one.send(rows, point)
 
     def _launched(self, rows: Rows, batch: Batch, point: Point) -> Tensor:
         key = _key(rows, batch, point, self.engine.population.trims)
@@ -175,7 +193,7 @@ class Graphs:
                 self.captured.popitem(last=False)
         one = self.captured[key]
         self.captured.move_to_end(key)
-        one.staging.send(_parts(rows, point))
+        one.send(rows, point)
         if known:
             self._capture(one)
         scores = one.run()

@@ -44,7 +44,7 @@ class Population:
         self.large = {t.name: v.detach().contiguous() for t, v in tensors if is_large(t, v)}
         self.flats = flats_of([(t, v) for t, v in tensors if t.name not in self.large])
         self._views = {slot.trained.name: flat.view(slot) for flat in self.flats for slot in flat.slots}
-        self._scratch = torch.empty(0)
+        self.scratch = torch.empty(0)
         self._small: dict[str, Tensor] = {}
         self.point = Point((), source.device)
         self.rows = 0
@@ -143,10 +143,10 @@ class Population:
 
     def _room(self, value: Tensor) -> Tensor:
         count = self.members * value.numel()
-        if self._scratch.numel() < count:
-            self._scratch = torch.empty(0)  # let go of the smaller one first
-            self._scratch = torch.empty(count, device=value.device, dtype=self.compute)
-        return self._scratch[:count].view(self.members, *value.shape)
+        if self.scratch.numel() < count:
+            self.scratch = torch.empty(0)  # let go of the smaller one first
+            self.scratch = torch.empty(count, device=value.device, dtype=self.compute)
+        return self.scratch[:count].view(self.members, *value.shape)
 
     def member_rows(self, name: str, ids: Tensor) -> Tensor:
         """[P, *ids.shape, width] in float32: rows of a matrix at each member, without perturbing the rest of it."""

@@ -31,9 +31,23 @@ def _norm(x, residual, bias, gain, shift, out, bias_step, gain_step, shift_step,
 
 
 @triton.jit
+def gelu_of(value, EXACT: tl.constexpr):
+    """GELU by the error function. Where the outcome is rounded to sixteen bits, by a polynomial that is right to 1.5e-7
+    (Abramowitz and Stegun 7.1.26) at half the instructions."""
+    if EXACT:
+        return 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+    else:
+        size = tl.abs(value)
+        t = 1.0 / (1.0 + 0.23164188871949554 * size)
+        series = 0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))
+        return tl.maximum(value, 0.0) - size * (0.5 * t * series * tl.exp(-0.5 * value * value))
+
+
+@triton.jit
 def _add_bias(
-    y, bias, bias_step, each, WIDTH: tl.constexpr, GELU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    y, bias, bias_step, each,
+    WIDTH: tl.constexpr, GELU: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Blocks of ROWS rows belong to one member: `each` is a multiple of ROWS."""
     row = tl.program_id(0).to(tl.int64) * ROWS
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -42,7 +56,7 @@ def _add_bias(
     place = y + (row + tl.arange(0, ROWS))[:, None] * WIDTH + column[None, :]
     value = tl.load(place, mask=real[None, :], other=0.0).to(tl.float32) + vector[None, :]
     if GELU:
-        value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+        value = gelu_of(value, EXACT)
     tl.store(place, value.to(y.dtype.element_ty), mask=real[None, :])
 
 
@@ -81,6 +95,7 @@ def add_bias(y: Tensor, bias: Tensor, gelu: bool = False) -> Tensor:
     together = next(count for count in (8, 4, 2, 1) if each % count == 0)
     block = min(512, triton.next_power_of_2(width))
     _add_bias[(rows // together, triton.cdiv(width, block))](
-        y, bias, bias.stride(0), each, WIDTH=width, GELU=gelu, ROWS=together, BLOCK=block, num_warps=4
-    )
+        y, bias, bias.stride(0), each,
+        WIDTH=width, GELU=gelu, EXACT=y.dtype == torch.float32, ROWS=together, BLOCK=block, num_warps=4,
+    )  # fmt: skip
     return y
