@@ -36,7 +36,7 @@ SPACES = {
 
 
 def make_three_layers(family: str = "Roberta") -> torch.nn.Module:
-    """One layer hands thin products to the next, which hands none to the last; as wide as joint matrices must be."""
+    """Two layers before the last, which is computed at the readout only; as wide as joint matrices must be."""
     import transformers
 
     torch.manual_seed(0)

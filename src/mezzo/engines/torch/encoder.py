@@ -15,7 +15,6 @@ from transformers.activations import GELUActivation
 
 from mezzo.engines.torch import encoder_kernels, thin, vectors
 from mezzo.engines.torch.catalog import canonical_names
-from mezzo.engines.torch.encoder_kernels import Term
 from mezzo.engines.torch.fused import WHOLE
 from mezzo.engines.torch.last_layer import ENCODERS, last_of
 from mezzo.engines.torch.on_device import OnDevice
@@ -29,16 +28,10 @@ def attach(model: nn.Module, population: Population, scaling: float, aside: Sequ
     config: Any = model.config
     if getattr(config, "_attn_implementation", "") != "sdpa" or getattr(config, "is_decoder", False):
         return
-    names = canonical_names(model)
-    before: Layer | None = None
+    names, trimmed = canonical_names(model), last_of(model)
     for path, module in model.named_modules():
-        if type(module).__name__ not in ENCODERS:
-            continue
-        trimmed = module is last_of(model)
-        own = None if module in aside or trimmed else Layer.of(module, path, population, names, scaling)
-        if before is not None:
-            before.after = own
-        before = own
+        if type(module).__name__ in ENCODERS and module is not trimmed and module not in aside:
+            Layer.override(module, path, population, names, scaling)
 
 
 class Product:
@@ -73,17 +66,11 @@ class Product:
         """[P, n] of one of the layers."""
         return _vectors(*self.biases[number], self.population)
 
-    def down(self, x: Tensor) -> Tensor | None:
-        """The thin products of x, where this product has thin factors and members differ in them."""
-        return None if self.then is None else thin.down(x, self.then, self.population.point.scales)
-
-    @property
-    def then(self) -> thin.Factors | None:
-        """The factors whose products are wanted."""
-        return self.factors if self.population.perturbed else None
-
-    def term(self, t: Tensor | None) -> Term | None:
-        return None if t is None or self.factors is None else Term(t, self.factors, self.places)
+    def term(self, x: Tensor) -> thin.Term | None:
+        """The thin term of these layers for the input x, as far as it can go before the product is there."""
+        if self.factors is None or not self.population.perturbed:
+            return None
+        return thin.Term(thin.down(x, self.factors, self.population.point.scales), self.factors, self.places)
 
     def _is_dense(self, name: str) -> bool:
         return name in self.population.large and not self.population.trained[name].rank
@@ -116,14 +103,12 @@ class Layer:
         self.first, self.out, self.wide, self.narrow = products
         self.norms = (layer.attention.output.LayerNorm, layer.output.LayerNorm)
         self.lora = any(product.factors is not None and len(product.factors.parts) > 1 for product in products)
-        self.after: Layer | None = None
-        self._given: tuple[Tensor, Tensor | None] | None = None
 
     @classmethod
-    def of(cls, layer: Any, path: str, population: Population, names: dict[int, str], scaling: float) -> Layer | None:
-        """The layer with its forward overridden; None where it cannot be."""
+    def override(cls, layer: Any, path: str, population: Population, names: dict[int, str], scaling: float) -> None:
+        """Take over a layer's forward, if all that is in it is known."""
         if not _known(layer, path, population, names, scaling):
-            return None
+            return
         found, plain = cls(layer, path, population, names, scaling), layer.forward
 
         def forward(hidden: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +117,6 @@ class Layer:
             return plain(hidden, attention_mask, *args, **kwargs)
 
         layer.forward = forward
-        return found
 
     def usable(self, hidden: Tensor, mask: Tensor | None) -> bool:
         population = self.population
@@ -151,45 +135,21 @@ class Layer:
 
     def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         x = hidden.view(-1, hidden.shape[-1])
-        given, self._given = self._given, None
-        t = given[1] if given is not None and given[0] is hidden else self.first.down(x)
-        members, term = self.population.members, self.first.term(t)
-        biases = self.first.bias(0), self.first.bias(1), self.first.bias(2)
+        biases, members = (self.first.bias(0), self.first.bias(1), self.first.bias(2)), self.population.members
         seen = encoder_kernels.attend(
-            self.first(x), biases, hidden.shape[1], self.heads, self.scaling, members, term, mask
+            self.first(x), biases, hidden.shape[1], self.heads, self.scaling, members, self.first.term(x), mask
         )
-        x, t = self._normed(self.out(seen), x, self.out, self.out.down(seen), 0, self.wide)
-        wide = self.wide(x)
-        t = self._activated(wide, t)
-        after = self.after.first if self.after else None
-        x, t = self._normed(self.narrow(wide), x, self.narrow, t, 1, after)
-        found = x.view(hidden.shape)
-        if self.after:
-            self.after._given = found, t
-        return found
+        x = self._normed(self.out, seen, x, self.norms[0])
+        wide, term = self.wide(x), self.wide.term(x)
+        if term is None:
+            vectors.add_bias(wide, self.wide.bias(), gelu=True)
+        else:
+            encoder_kernels.gelu(wide, self.wide.bias(), members, term)
+        return self._normed(self.narrow, wide, x, self.norms[1]).view(hidden.shape)
 
-    def _normed(
-        self, y: Tensor, residual: Tensor, of: Product, t: Tensor | None, number: int, after: Product | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The norm behind the product `of`, and the thin products of its outcome for the product `after`."""
-        norm, members = self.norms[number], self.population.members
+    def _normed(self, product: Product, x: Tensor, residual: Tensor, norm: nn.LayerNorm) -> Tensor:
         gain, shift = (_vectors(p, self.names[id(p)], self.population) for p in (norm.weight, norm.bias))
-        term, then = of.term(t), after.then if after else None
-        if (term is None and then is None) or y.shape[1] > encoder_kernels.WIDEST:
-            return vectors.norm(y, gain, shift, norm.eps, residual, of.bias()), None
-        return encoder_kernels.norm(
-            y, residual, of.bias(), gain, shift, norm.eps, members, term, then, self.population.point.scales
-        )
-
-    def _activated(self, y: Tensor, t: Tensor | None) -> Tensor | None:
-        """GELU in place, and the thin products of its outcome."""
-        term, then = self.wide.term(t), self.narrow.then
-        if term is None and then is None:
-            vectors.add_bias(y, self.wide.bias(), gelu=True)
-            return None
-        return encoder_kernels.gelu(
-            y, self.wide.bias(), self.population.members, term, then, self.population.point.scales
-        )
+        return vectors.norm(product(x), gain, shift, norm.eps, residual, product.bias(), term=product.term(x))
 
 
 PRODUCTS = (
@@ -230,7 +190,6 @@ def _known(layer: Any, path: str, population: Population, names: dict[int, str],
     return (
         not getattr(layer, "add_cross_attention", False)
         and type(layer.intermediate.intermediate_act_fn) is GELUActivation
-        and norms[0].weight.shape[0] <= encoder_kernels.WIDEST
         and all(type(norm) is nn.LayerNorm and norm.weight is not None and norm.bias is not None for norm in norms)
         and all(_alike(group, population, names) for group in linears)
     )

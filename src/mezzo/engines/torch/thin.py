@@ -16,9 +16,8 @@ from torch import Tensor
 
 NARROWEST = 16
 """Columns that a product has at least: the fewest that the tensor cores take."""
-DOWN = {"ROWS": 32, "INNER": 128, "num_warps": 4, "num_stages": 3}
+DOWN = {"ROWS": 32, "INNER": 128, "num_warps": 4, "num_stages": 4}
 UP = {"ROWS": 64, "OUTER": 64, "num_warps": 4}
-"""The fastest of eight and of seven shapes on an H200, for widths 1024 and 4096."""
 
 
 @dataclass(frozen=True)
@@ -42,42 +41,61 @@ class Factors:
         return (1, self.rank) if len(self.parts) == 1 else (inner, 1)
 
 
+@dataclass(frozen=True)
+class Term:
+    """The thin products t[G, rows, wide] of a group of layers, for whom the way up is still to be done; `places` says which
+    of the group belongs to which of the layers that are computed together (−1: none)."""
+
+    t: Tensor
+    factors: Factors
+    places: tuple[int, ...] = (0,)
+
+
 @triton.jit
-def _down(x, parts, size, at, scales, out, rows, each, factor, column_step, inner_step,
-          INNER_SIZE: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, EXACT: tl.constexpr,
-          ROWS: tl.constexpr, INNER: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+def product(a, b, total, EXACT: tl.constexpr):
+    """total + a·b; EXACT: float32 is not rounded to fewer bits."""
+    if EXACT:
+        return tl.dot(a, b, total, input_precision="ieee")
+    else:
+        return tl.dot(a, b, total)
+
+
+@triton.jit
+def _down(x, parts, size, at, scales, out, rows, each, factor,
+          INNER_SIZE: tl.constexpr, COLUMN: tl.constexpr, LINE: tl.constexpr, MODULES: tl.constexpr,
+          PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, ALL: tl.constexpr, EXACT: tl.constexpr,
+          ROWS: tl.constexpr, INNER: tl.constexpr):  # fmt: skip
+    """The columns of all modules side by side, so that x is read once."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    module = tl.program_id(1)
-    column = tl.arange(0, WIDE)
-    step = tl.arange(0, INNER)
     real = row < rows
-    start = parts + tl.load(at + module) + (column // RANK) * size + (column % RANK) * column_step
-    known = column // RANK < PARTS
-    found = tl.zeros((ROWS, WIDE), tl.float32)
+    column = tl.arange(0, ALL)
+    module, own = column // WIDE, column % WIDE
+    known = (module < MODULES) & (own // RANK < PARTS)
+    begins = tl.multiple_of(tl.load(at + module, mask=module < MODULES, other=0), 64)
+    start = parts + begins + (own // RANK) * size + (own % RANK) * COLUMN
+    found = tl.zeros((ROWS, ALL), tl.float32)
     for first in range(0, INNER_SIZE, INNER):
-        place = first + step
+        place = first + tl.arange(0, INNER)
         inside = place < INNER_SIZE
         x_tile = tl.load(
             x + row.to(tl.int64)[:, None] * INNER_SIZE + place[None, :], mask=real[:, None] & inside[None, :], other=0.0
         )
-        d_tile = tl.load(start[None, :] + place[:, None] * inner_step, mask=known[None, :] & inside[:, None], other=0.0)
-        if EXACT:
-            found = tl.dot(x_tile, d_tile, found, input_precision="ieee")
-        else:
-            found = tl.dot(x_tile, d_tile, found)
-    scale = tl.load(scales + row // each, mask=real, other=0.0)
-    number = tl.arange(0, WIDE // RANK)
+        d_tile = tl.load(start[None, :] + place[:, None] * LINE, mask=known[None, :] & inside[:, None], other=0.0)
+        found = product(x_tile, d_tile, found, EXACT)
+    # The parts of a factor are brought together, and t written once for every part of the way up.
+    scale = tl.load(scales + row // each, mask=real, other=0.0)[:, None]
+    number = tl.arange(0, WIDE // RANK)[None, :]
     if PARTS == 1:
-        weight = tl.where(number == 0, factor, 0.0)[None, :] * scale[:, None]
-        again = tl.where(number == 0, 1.0, 0.0)[None, :] + tl.zeros((ROWS, WIDE // RANK), tl.float32)
+        weight = tl.where(number == 0, factor, 0.0) * scale
+        again = tl.where(number == 0, 1.0, 0.0) + 0.0 * scale
     else:
-        weight = tl.where(number == 2, scale[:, None], tl.where(number < 2, 1.0, 0.0)[None, :]) * factor
-        again = tl.where(number == 2, scale[:, None], tl.where(number < 2, 1.0, 0.0)[None, :])
-    apart = tl.reshape(found, [ROWS, WIDE // RANK, RANK])
-    total = tl.sum(apart * weight[:, :, None], axis=1)
-    wide = tl.reshape(total[:, None, :] * again[:, :, None], [ROWS, WIDE])
-    target = out + (module.to(tl.int64) * rows + row.to(tl.int64)[:, None]) * WIDE + column[None, :]
-    tl.store(target, wide.to(out.dtype.element_ty), mask=real[:, None])
+        again = tl.where(number == 2, scale, tl.where(number < 2, 1.0, 0.0))
+        weight = again * factor
+    apart = tl.reshape(found, [ROWS, ALL // WIDE, WIDE // RANK, RANK])
+    total = tl.sum(apart * weight[:, None, :, None], axis=2)
+    wide = tl.reshape(total[:, :, None, :] * again[:, None, :, None], [ROWS, ALL])
+    target = out + (module.to(tl.int64)[None, :] * rows + row.to(tl.int64)[:, None]) * WIDE + own[None, :]
+    tl.store(target, wide.to(out.dtype.element_ty), mask=real[:, None] & (module < MODULES)[None, :])
 
 
 @triton.jit
@@ -94,15 +112,11 @@ def _up(y, t, parts, size, at, bias, rows, outer,
         mask=real[:, None],
         other=0.0,
     )
-    start = parts + tl.load(at + module) + (column // RANK) * size + column % RANK
+    start = parts + tl.multiple_of(tl.load(at + module), 64) + (column // RANK) * size + column % RANK
     e_tile = tl.load(
         start[:, None] + line[None, :] * RANK, mask=(column // RANK < PARTS)[:, None] & inside[None, :], other=0.0
     )
-    found = tl.zeros((ROWS, OUTER), tl.float32)
-    if EXACT:
-        found = tl.dot(t_tile, e_tile, found, input_precision="ieee")
-    else:
-        found = tl.dot(t_tile, e_tile, found)
+    found = product(t_tile, e_tile, tl.zeros((ROWS, OUTER), tl.float32), EXACT)
     if BIAS:
         found += tl.load(bias + module * outer + line, mask=inside, other=0.0).to(tl.float32)[None, :]
     target = y + (module.to(tl.int64) * rows + row.to(tl.int64)[:, None]) * outer + line[None, :]
@@ -116,12 +130,14 @@ def down(x: Tensor, factors: Factors, scales: Tensor) -> Tensor:
     `scales` holds one s a member; members own equal, consecutive blocks of rows. `rank` is a power of two.
     """
     rows, inner = x.shape
-    count, size = factors.parts.shape
-    at = factors.down_at
-    out = torch.empty((len(at), rows, factors.wide), device=x.device, dtype=x.dtype)
-    _down[(triton.cdiv(rows, DOWN["ROWS"]), len(at))](
-        x, factors.parts, size, at, scales, out, rows, rows // len(scales), factors.factor, *factors.steps(inner),
-        INNER_SIZE=inner, PARTS=count, RANK=factors.rank, EXACT=x.dtype == torch.float32, WIDE=factors.wide, **DOWN,
+    modules = len(factors.down_at)
+    out = torch.empty((modules, rows, factors.wide), device=x.device, dtype=x.dtype)
+    column, line = factors.steps(inner)
+    _down[(triton.cdiv(rows, DOWN["ROWS"]),)](
+        x, factors.parts, factors.parts.shape[1], factors.down_at, scales, out, rows, rows // len(scales),
+        factors.factor, INNER_SIZE=inner, COLUMN=column, LINE=line, MODULES=modules, PARTS=len(factors.parts),
+        RANK=factors.rank, WIDE=factors.wide, ALL=factors.wide * triton.next_power_of_2(modules),
+        EXACT=x.dtype == torch.float32, **DOWN,
     )  # fmt: skip
     return out
 

@@ -7,16 +7,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mezzo.engines.torch.thin import Term
+
 
 @triton.jit
-def _norm(x, residual, bias, gain, shift, out, bias_step, gain_step, shift_step, each, eps,
+def _norm(x, residual, bias, gain, shift, out, bias_step, gain_step, shift_step, each, eps, t, parts, size, at,
           WIDTH: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, SHIFT: tl.constexpr,
-          CENTRED: tl.constexpr):  # fmt: skip
+          CENTRED: tl.constexpr, THIN: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     member = row // each
     column = tl.arange(0, BLOCK)
     real = column < WIDTH
-    value = tl.load(x + row * WIDTH + column, mask=real, other=0.0).to(tl.float32)
+    added = tl.zeros((BLOCK,), tl.float32)
+    if THIN:  # so few columns that plain multiplications beat what it takes to feed the tensor cores a single row
+        number = tl.arange(0, THIN)
+        start = parts + tl.multiple_of(tl.load(at), 64) + (number // RANK) * size + number % RANK
+        e = tl.load(start[None, :] + column[:, None] * RANK, mask=real[:, None], other=0.0).to(tl.float32)
+        added = tl.sum(e * tl.load(t + row * WIDE + number).to(tl.float32)[None, :], 1)
+    value = tl.load(x + row * WIDTH + column, mask=real, other=0.0).to(tl.float32) + added
     if BIAS:
         value += tl.load(bias + member * bias_step + column, mask=real, other=0.0).to(tl.float32)
     if RESIDUAL:
@@ -68,8 +76,9 @@ def norm(
     residual: Tensor | None = None,
     bias: Tensor | None = None,
     centred: bool = True,
+    term: Term | None = None,
 ) -> Tensor:
-    """The norm of x + bias + residual, with each member's own bias[P, n], gain[P, n] and shift[P, n].
+    """The norm of x + bias + residual + thin term, with each member's own bias[P, n], gain[P, n] and shift[P, n].
 
     x holds equal blocks of rows of the members one after the other; `centred` is LayerNorm, else RMSNorm.
     """
@@ -80,11 +89,24 @@ def norm(
     bias_or, shift_or = gain if bias is None else bias, gain if shift is None else shift
     _norm[(rows,)](
         x, x if residual is None else residual, bias_or, gain, shift_or, out,
-        bias_or.stride(0), gain.stride(0), shift_or.stride(0), rows // len(gain), eps,
+        bias_or.stride(0), gain.stride(0), shift_or.stride(0), rows // len(gain), eps, *_thin(x, term),
         WIDTH=width, BLOCK=block, RESIDUAL=residual is not None, BIAS=bias is not None, SHIFT=shift is not None,
-        CENTRED=centred, num_warps=4 if block <= 2048 else 8,
+        CENTRED=centred, **_sizes(term), num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
     return out
+
+
+def _thin(x: Tensor, term: Term | None) -> tuple[Tensor, Tensor, int, Tensor]:
+    if term is None:
+        return x, x, 0, x
+    return term.t, term.factors.parts, term.factors.parts.shape[1], term.factors.up_at
+
+
+def _sizes(term: Term | None) -> dict[str, int]:
+    if term is None:
+        return {"THIN": 0, "RANK": 1, "WIDE": 16}
+    columns = triton.next_power_of_2(len(term.factors.parts) * term.factors.rank)
+    return {"THIN": columns, "RANK": term.factors.rank, "WIDE": term.factors.wide}
 
 
 def add_bias(y: Tensor, bias: Tensor, gelu: bool = False) -> Tensor:
