@@ -107,8 +107,8 @@ def test_thin_products_equal_float64(lora, dtype):
     at = torch.arange(modules, device=DEVICE)
     bias = torch.from_numpy(rng.normal(size=(modules, outer))).to(DEVICE, dtype)
     given = torch.from_numpy(x).to(DEVICE, dtype)
-    places = at * rank * inner, modules * rank * inner + at * outer * rank
-    factors = thin.Factors(rank, factor, parts, *places)
+    places = tuple(rank * inner * number for number in range(modules))
+    factors = thin.Factors(rank, factor, parts, places, modules * rank * inner + at * outer * rank)
     t = thin.down(given, factors, torch.tensor(scales, device=DEVICE))
     y = torch.empty((modules, members * rows, outer), device=DEVICE, dtype=dtype)
     thin.up(y, t, factors, bias)

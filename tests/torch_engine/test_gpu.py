@@ -115,7 +115,10 @@ def test_candidates_and_generation_in_sixteen_bits():
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
 def test_peak_memory_of_a_step(dtype, kind):
+    from mezzo.engines.torch.layouts import AT_ONCE
+
     engine, batch = large_engine(dtype, kind, "cuda")
+    engine.graphs = None  # a capture takes the same, and once a library's workspace for its stream
     step_of(engine, batch)  # kernels are compiled, libraries have their workspaces
 
     def peak(work: Any) -> int:
@@ -129,4 +132,5 @@ def test_peak_memory_of_a_step(dtype, kind):
     step = peak(lambda: step_of(engine, batch))
     module = max(value.numel() for name, value in engine.population.large.items() if "embed" not in name)
     print(f"{dtype} {kind}: inference {inference / 2**20:.1f} MiB, step {step / 2**20:.1f} MiB")
-    assert step <= inference + 2 * module * dtype.itemsize + beside(engine)
+    signs = AT_ONCE // 8 if kind == "rademacher" else 0
+    assert step <= inference + 2 * module * dtype.itemsize + beside(engine) + signs

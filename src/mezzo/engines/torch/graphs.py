@@ -42,10 +42,16 @@ class Staging:
         self.copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def send(self, parts: Sequence[Words]) -> None:
+        self.fill(parts)
+        self.copy()
+        self.copied.record()
+
+    def fill(self, parts: Sequence[Words]) -> None:
         self.copied.synchronize()
         np.concatenate(parts, out=self.values)
+
+    def copy(self) -> None:
         self.target.copy_(self.pinned, non_blocking=True)
-        self.copied.record()
 
 
 class Captured:
@@ -95,7 +101,7 @@ class Captured:
 
 
 class CapturedMove:
-    """Updates of so many terms: their seeds and coefficients in device memory, and the graph that reads them."""
+    """Updates of so many terms: their seeds and coefficients in device memory, and the graph that fetches and reads them."""
 
     def __init__(self, engine: TorchEngine, terms: int) -> None:
         self.engine = engine
@@ -108,14 +114,19 @@ class CapturedMove:
     def capture(self, pool: Any) -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            self.engine.population.move(self.move)
+            self._move()
         self.graph = graph
 
     def run(self) -> None:
         if self.graph is None:
-            self.engine.population.move(self.move)
+            self._move()
         else:
             self.graph.replay()
+        self.staging.copied.record()
+
+    def _move(self) -> None:
+        self.staging.copy()
+        self.engine.population.move(self.move)
 
 
 class Graphs:
@@ -150,7 +161,7 @@ class Graphs:
         if not known:
             self.moves[terms] = CapturedMove(self.engine, terms)
         one = self.moves[terms]
-        one.staging.send([seeds.view(np.int64), coefs.view(np.int64)])
+        one.staging.fill([seeds.view(np.int64), coefs.view(np.int64)])
         if known:
             self._capture(one)
         one.run()

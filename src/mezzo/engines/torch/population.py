@@ -45,7 +45,7 @@ class Population:
         self.flats = flats_of([(t, v) for t, v in tensors if t.name not in self.large])
         self._views = {slot.trained.name: flat.view(slot) for flat in self.flats for slot in flat.slots}
         self.scratch = torch.empty(0)
-        self._small: dict[str, Tensor] = {}
+        self._small: dict[str, Tensor] | None = None
         self.point = Point((), source.device)
         self.rows = 0
         self.length = 0
@@ -94,12 +94,11 @@ class Population:
         self.point = point if isinstance(point, Point) else Point(tuple(point), self.source.device)
         if self.perturbed:
             self.work.begin(self.point)
-        self._small = self._small_members() if self.perturbed else {}
         try:
             yield
         finally:
             self.diverged, self.point = False, Point((), self.source.device)
-            self._small, self.rows, self.length, self.words, self.gather = {}, 0, 0, None, None
+            self._small, self.rows, self.length, self.words, self.gather = None, 0, 0, None, None
 
     @property
     def probes(self) -> tuple[Probe, ...]:
@@ -124,8 +123,10 @@ class Population:
 
     def member(self, name: str) -> Tensor:
         """[P, *shape] of a small tensor in float32; one row, seen P times, when nothing is perturbed."""
-        if (found := self._small.get(name)) is not None:
-            return found
+        if self.perturbed and self._small is None:
+            self._small = self._small_members()
+        if self._small and name in self._small:
+            return self._small[name]
         value = self.value(name).float()
         return value.expand(self.members, *value.shape)
 

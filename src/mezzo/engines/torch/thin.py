@@ -7,7 +7,7 @@ and t holds its columns once for every part: (t, t, s·t). Low-rank noise has on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -28,7 +28,7 @@ class Factors:
     factor: float
     parts: Tensor
     """[n, size]: three parts of LoRA's factors, or one of low-rank noise."""
-    down_at: Tensor
+    down_at: tuple[int, ...]
     up_at: Tensor
 
     @property
@@ -61,7 +61,7 @@ def product(a, b, total, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _down(x, parts, size, at, scales, out, rows, each, factor,
+def _down(x, parts, size, first_at, apart_by, scales, out, rows, each, factor,
           INNER_SIZE: tl.constexpr, COLUMN: tl.constexpr, LINE: tl.constexpr, MODULES: tl.constexpr,
           PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, ALL: tl.constexpr, EXACT: tl.constexpr,
           ROWS: tl.constexpr, INNER: tl.constexpr):  # fmt: skip
@@ -70,9 +70,10 @@ def _down(x, parts, size, at, scales, out, rows, each, factor,
     real = row < rows
     column = tl.arange(0, ALL)
     module, own = column // WIDE, column % WIDE
-    known = (module < MODULES) & (own // RANK < PARTS)
-    begins = tl.multiple_of(tl.load(at + module, mask=module < MODULES, other=0), 64)
-    start = parts + begins + (own // RANK) * size + (own % RANK) * COLUMN
+    known = (module < MODULES) & (own < PARTS * RANK)
+    start = parts + first_at + module * apart_by + (column % RANK) * COLUMN
+    if PARTS > 1:
+        start += (own // RANK) * size
     found = tl.zeros((ROWS, ALL), tl.float32)
     for first in range(0, INNER_SIZE, INNER):
         place = first + tl.arange(0, INNER)
@@ -130,11 +131,14 @@ def down(x: Tensor, factors: Factors, scales: Tensor) -> Tensor:
     `scales` holds one s a member; members own equal, consecutive blocks of rows. `rank` is a power of two.
     """
     rows, inner = x.shape
-    modules = len(factors.down_at)
+    modules, at = len(factors.down_at), factors.down_at
+    apart = at[1] - at[0] if modules > 1 else 0
+    if at != tuple(range(at[0], at[0] + modules * apart, apart) if apart else at[:1]):
+        return torch.cat([down(x, replace(factors, down_at=(one,)), scales) for one in at])  # not evenly spaced
     out = torch.empty((modules, rows, factors.wide), device=x.device, dtype=x.dtype)
     column, line = factors.steps(inner)
     _down[(triton.cdiv(rows, DOWN["ROWS"]),)](
-        x, factors.parts, factors.parts.shape[1], factors.down_at, scales, out, rows, rows // len(scales),
+        x, factors.parts, factors.parts.shape[1], at[0], apart, scales, out, rows, rows // len(scales),
         factors.factor, INNER_SIZE=inner, COLUMN=column, LINE=line, MODULES=modules, PARTS=len(factors.parts),
         RANK=factors.rank, WIDE=factors.wide, ALL=factors.wide * triton.next_power_of_2(modules),
         EXACT=x.dtype == torch.float32, **DOWN,

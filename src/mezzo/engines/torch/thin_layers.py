@@ -37,10 +37,8 @@ class Kind:
     parts: Tensor
 
     def factors(self, adapters: Sequence[Adapter]) -> thin.Factors:
-        device = self.parts.device
-        down_at, up_at = ([getattr(a, side) for a in adapters] for side in ("down", "up"))
-        at = (torch.tensor(places, device=device) for places in (down_at, up_at))
-        return thin.Factors(self.rank, self.factor, self.parts, *at)
+        up_at = torch.tensor([adapter.up for adapter in adapters], device=self.parts.device)
+        return thin.Factors(self.rank, self.factor, self.parts, tuple(a.down for a in adapters), up_at)
 
 
 def attach(model: nn.Module, population: Population, scaling: float) -> None:

@@ -13,7 +13,7 @@ from mezzo.engines.torch.thin import Term
 @triton.jit
 def _norm(x, residual, bias, gain, shift, out, bias_step, gain_step, shift_step, each, eps, t, parts, size, at,
           WIDTH: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, SHIFT: tl.constexpr,
-          CENTRED: tl.constexpr, THIN: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+          CENTRED: tl.constexpr, THIN: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     member = row // each
     column = tl.arange(0, BLOCK)
@@ -22,7 +22,8 @@ def _norm(x, residual, bias, gain, shift, out, bias_step, gain_step, shift_step,
     if THIN:  # so few columns that plain multiplications beat what it takes to feed the tensor cores a single row
         number = tl.arange(0, THIN)
         start = parts + tl.multiple_of(tl.load(at), 64) + (number // RANK) * size + number % RANK
-        e = tl.load(start[None, :] + column[:, None] * RANK, mask=real[:, None], other=0.0).to(tl.float32)
+        known = real[:, None] & (number // RANK < PARTS)[None, :]
+        e = tl.load(start[None, :] + column[:, None] * RANK, mask=known, other=0.0).to(tl.float32)
         added = tl.sum(e * tl.load(t + row * WIDE + number).to(tl.float32)[None, :], 1)
     value = tl.load(x + row * WIDTH + column, mask=real, other=0.0).to(tl.float32) + added
     if BIAS:
@@ -104,9 +105,9 @@ def _thin(x: Tensor, term: Term | None) -> tuple[Tensor, Tensor, int, Tensor]:
 
 def _sizes(term: Term | None) -> dict[str, int]:
     if term is None:
-        return {"THIN": 0, "RANK": 1, "WIDE": 16}
-    columns = triton.next_power_of_2(len(term.factors.parts) * term.factors.rank)
-    return {"THIN": columns, "RANK": term.factors.rank, "WIDE": term.factors.wide}
+        return {"THIN": 0, "PARTS": 1, "RANK": 1, "WIDE": 16}
+    parts, rank = len(term.factors.parts), term.factors.rank
+    return {"THIN": triton.next_power_of_2(parts * rank), "PARTS": parts, "RANK": rank, "WIDE": term.factors.wide}
 
 
 def add_bias(y: Tensor, bias: Tensor, gelu: bool = False) -> Tensor:
