@@ -84,12 +84,13 @@ def test_rows_of_an_embedding_have_the_noise_of_the_whole(kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("inner", [96, 1040], ids=["whole", "in-pieces"])
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "low-rank"])
-def test_thin_products_equal_float64(lora, dtype):
+def test_thin_products_equal_float64(lora, dtype, inner):
     from mezzo.engines.torch import thin
 
     rng = np.random.default_rng(0)
-    members, rows, inner, outer, rank, modules = 2, 40, 96, 160, 8, 2
+    members, rows, outer, rank, modules = 2, 40, 160, 8, 2
     x, scales, factor = rng.normal(size=(members * rows, inner)), (1e-2, -1e-2), 2.0
 
     def signs(*shape: int) -> np.ndarray:
@@ -111,7 +112,7 @@ def test_thin_products_equal_float64(lora, dtype):
     factors = thin.Factors(rank, factor, parts, places, modules * rank * inner + at * outer * rank)
     t = thin.down(given, factors, torch.tensor(scales, device=DEVICE))
     y = torch.empty((modules, members * rows, outer), device=DEVICE, dtype=dtype)
-    thin.up(y, t, factors, bias)
+    thin.up(y, thin.Term(t, factors), bias)
     exact = given.double().cpu().numpy().reshape(members, rows, inner)
     for module in range(modules):
         for member, scale in enumerate(scales):

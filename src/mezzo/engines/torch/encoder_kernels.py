@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mezzo.engines.torch.thin import Term, product
+from mezzo.engines.torch.thin import NO_TERM, Term, product, whole
 from mezzo.engines.torch.vectors import gelu_of
 
 LONGEST = 128
@@ -20,13 +20,12 @@ GELU = {"ROWS": 32, "COLUMNS": 128, "num_warps": 4}
 
 
 @triton.jit
-def _up(total, t, parts, size, at, rows, row, real, line, inside, place: tl.constexpr,
-        PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+def _up(total, t, step, parts, size, at, rows, row, real, line, inside, place: tl.constexpr,
+        PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
     """total + t·Eᵀ at these rows and lines, for one layer of a group."""
     column = tl.arange(0, WIDE)
-    t_tile = tl.load(
-        t + (place * rows + row.to(tl.int64))[:, None] * WIDE + column[None, :], mask=real[:, None], other=0.0
-    )
+    at_t = (place * rows + row.to(tl.int64))[:, None] * WIDE + column[None, :]
+    t_tile = whole(t, step, at_t, real[:, None], PIECES)
     start = parts + tl.multiple_of(tl.load(at + place), 64) + (column // RANK) * size + column % RANK
     e_tile = tl.load(
         start[:, None] + line[None, :] * RANK, mask=(column // RANK < PARTS)[:, None] & inside[None, :], other=0.0
@@ -46,22 +45,25 @@ def _vector(vectors, step, row, each, line, real, inside, SAME: tl.constexpr):
 
 
 @triton.jit
-def _head(y, bias, bias_step, member, first, step, row, real, column, inside, term, parts, size, at, rows,
-          PLACE: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+def _head(y, bias, bias_step, member, first, step, row, real, column, inside, term, t_step, parts, size, at, rows,
+          PLACE: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr,
+          EXACT: tl.constexpr):  # fmt: skip
     """[tokens, columns] of one of query, key and value: product, bias and thin term, rounded once."""
     place = y + row.to(tl.int64)[:, None] * step + (first + column)[None, :]
     found = tl.load(place, mask=real[:, None] & inside[None, :], other=0.0).to(tl.float32)
     found += tl.load(bias + member * bias_step + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     if PLACE >= 0:
-        found = _up(found, term, parts, size, at, rows, row, real, column, inside, PLACE, PARTS, RANK, WIDE, EXACT)
+        found = _up(found, term, t_step, parts, size, at, rows, row, real, column, inside, PLACE,
+                    PIECES, PARTS, RANK, WIDE, EXACT)  # fmt: skip
     return found.to(y.dtype.element_ty)
 
 
 @triton.jit
 def _attend(y, step, q_bias, k_bias, v_bias, bias_step, mask, mask_row, mask_query, mask_key,
-            term, parts, size, at, rows, out, length, each, scaling,
+            term, t_step, parts, size, at, rows, out, length, each, scaling,
             HEADS: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr, Q: tl.constexpr, K: tl.constexpr,
-            V: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
+            V: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr,
+            EXACT: tl.constexpr,
             TOKENS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     sequence, head = tl.program_id(0), tl.program_id(1)
     token = tl.arange(0, TOKENS)
@@ -71,12 +73,12 @@ def _attend(y, step, q_bias, k_bias, v_bias, bias_step, mask, mask_row, mask_que
     column = head * SIZE + lane
     member = sequence // each
     width: tl.constexpr = HEADS * SIZE
-    q = _head(y, q_bias, bias_step, member, 0, step, row, real, column, inside, term, parts, size, at, rows,
-              Q, PARTS, RANK, WIDE, EXACT)  # fmt: skip
-    k = _head(y, k_bias, bias_step, member, width, step, row, real, column, inside, term, parts, size, at, rows,
-              K, PARTS, RANK, WIDE, EXACT)  # fmt: skip
-    v = _head(y, v_bias, bias_step, member, 2 * width, step, row, real, column, inside, term, parts, size, at, rows,
-              V, PARTS, RANK, WIDE, EXACT)  # fmt: skip
+    q = _head(y, q_bias, bias_step, member, 0, step, row, real, column, inside, term, t_step, parts, size, at, rows,
+              Q, PIECES, PARTS, RANK, WIDE, EXACT)  # fmt: skip
+    k = _head(y, k_bias, bias_step, member, width, step, row, real, column, inside, term, t_step, parts, size, at, rows,
+              K, PIECES, PARTS, RANK, WIDE, EXACT)  # fmt: skip
+    v = _head(y, v_bias, bias_step, member, 2 * width, step, row, real, column, inside, term, t_step, parts, size, at, rows,
+              V, PIECES, PARTS, RANK, WIDE, EXACT)  # fmt: skip
     none = tl.zeros((TOKENS, TOKENS), tl.float32)
     logits = product(q, tl.trans(k), none, EXACT) * scaling
     seen = real[None, :] & (token[:, None] >= 0)
@@ -94,14 +96,14 @@ def _attend(y, step, q_bias, k_bias, v_bias, bias_step, mask, mask_row, mask_que
 
 
 @triton.jit
-def _gelu(y, bias, bias_step, rows, each, term, parts, size, at,
-          WIDTH: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, SAME: tl.constexpr,
-          EXACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+def _gelu(y, bias, bias_step, rows, each, term, t_step, parts, size, at,
+          WIDTH: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr,
+          SAME: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     line = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     real, inside = row < rows, line < WIDTH
     none = tl.zeros((ROWS, COLUMNS), tl.float32)
-    value = _up(none, term, parts, size, at, rows, row, real, line, inside, 0, PARTS, RANK, WIDE, EXACT)
+    value = _up(none, term, t_step, parts, size, at, rows, row, real, line, inside, 0, PIECES, PARTS, RANK, WIDE, EXACT)
     target = y + row.to(tl.int64)[:, None] * WIDTH + line[None, :]
     value += tl.load(target, mask=real[:, None] & inside[None, :], other=0.0).to(tl.float32)
     value += _vector(bias, bias_step, row, each, line, real, inside, SAME)
@@ -130,8 +132,9 @@ def attend(
     assert all(bias.stride(0) == bias_step for bias in biases), "biases of one kind lie side by side"
     _attend[(rows, heads)](
         y, y.shape[1], *biases, bias_step, y if mask is None else mask.view(torch.uint8), *steps,
-        *_up_arguments(y, term), tokens, out, length, rows // members, scaling,
-        HEADS=heads, SIZE=size, MASKED=mask is not None, Q=places[0], K=places[1], V=places[2], **_up_sizes(term),
+        *(term.arguments if term else (y, 0, y, 0, y)), tokens, out, length, rows // members, scaling,
+        HEADS=heads, SIZE=size, MASKED=mask is not None, Q=places[0], K=places[1], V=places[2],
+        **(term.sizes if term else NO_TERM),
         EXACT=y.dtype == torch.float32, TOKENS=block, COLUMNS=max(16, triton.next_power_of_2(size)),
         num_warps=1 if block <= 32 else 4 if block <= 64 else 8,
     )  # fmt: skip
@@ -142,18 +145,6 @@ def gelu(y: Tensor, bias: Tensor, members: int, term: Term) -> None:
     """GELU of y + bias[P, n] + thin term, in place."""
     rows, width = y.shape
     _gelu[(triton.cdiv(rows, GELU["ROWS"]), triton.cdiv(width, GELU["COLUMNS"]))](
-        y, bias, bias.stride(0), rows, rows // members, *_up_arguments(y, term), WIDTH=width, **_up_sizes(term),
+        y, bias, bias.stride(0), rows, rows // members, *term.arguments, WIDTH=width, **term.sizes,
         SAME=rows // members % GELU["ROWS"] == 0, EXACT=y.dtype == torch.float32, **GELU,
     )  # fmt: skip
-
-
-def _up_arguments(y: Tensor, term: Term | None) -> tuple[Tensor, Tensor, int, Tensor]:
-    if term is None:
-        return y, y, 0, y
-    return term.t, term.factors.parts, term.factors.parts.shape[1], term.factors.up_at
-
-
-def _up_sizes(term: Term | None) -> dict[str, int]:
-    if term is None:
-        return {"PARTS": 1, "RANK": 1, "WIDE": 16}
-    return {"PARTS": len(term.factors.parts), "RANK": term.factors.rank, "WIDE": term.factors.wide}

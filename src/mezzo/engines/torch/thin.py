@@ -16,8 +16,11 @@ from torch import Tensor
 
 NARROWEST = 16
 """Columns that a product has at least: the fewest that the tensor cores take."""
-DOWN = {"ROWS": 32, "INNER": 128, "num_warps": 4, "num_stages": 4}
+DOWN = {"ROWS": 64, "INNER": 128, "num_warps": 4, "num_stages": 4}
 UP = {"ROWS": 64, "OUTER": 64, "num_warps": 4}
+"""The fastest shapes on an H200, for widths 1024 and 4096. Fewer than 64 rows keep the way down off the larger tensor cores."""
+BUSY, SHORTEST = 256, 512
+"""Programs that keep a GPU busy, and lines of a sum that are worth a program: so far a sum is cut into pieces."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,25 @@ class Factors:
 
 @dataclass(frozen=True)
 class Term:
-    """The thin products t[G, rows, wide] of a group of layers, for whom the way up is still to be done; `places` says which
-    of the group belongs to which of the layers that are computed together (−1: none)."""
+    """The thin products t[pieces, G, rows, wide] of a group of layers, to be summed over the pieces, for whom the way up is
+    still to be done; `places` says which of the group belongs to which of the layers that are computed together (−1: none)."""
 
     t: Tensor
     factors: Factors
     places: tuple[int, ...] = (0,)
+
+    @property
+    def arguments(self) -> tuple[Tensor, int, Tensor, int, Tensor]:
+        """What `whole` and the way up are told."""
+        return self.t, self.t.stride(0), self.factors.parts, self.factors.parts.shape[1], self.factors.up_at
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        parts = len(self.factors.parts)
+        return {"PIECES": len(self.t), "PARTS": parts, "RANK": self.factors.rank, "WIDE": self.factors.wide}
+
+
+NO_TERM = {"PIECES": 1, "PARTS": 1, "RANK": 1, "WIDE": NARROWEST}
 
 
 @triton.jit
@@ -61,8 +77,20 @@ def product(a, b, total, EXACT: tl.constexpr):
 
 
 @triton.jit
+def whole(t, step, at, mask, PIECES: tl.constexpr):
+    """t at these places, its pieces summed."""
+    found = tl.load(t + at, mask=mask, other=0.0)
+    if PIECES > 1:
+        total = found.to(tl.float32)
+        for piece in tl.static_range(1, PIECES):
+            total += tl.load(t + piece * step + at, mask=mask, other=0.0).to(tl.float32)
+        found = total.to(found.dtype)
+    return found
+
+
+@triton.jit
 def _down(x, parts, size, first_at, apart_by, scales, out, rows, each, factor,
-          INNER_SIZE: tl.constexpr, COLUMN: tl.constexpr, LINE: tl.constexpr, MODULES: tl.constexpr,
+          INNER_SIZE: tl.constexpr, PIECE: tl.constexpr, COLUMN: tl.constexpr, LINE: tl.constexpr, MODULES: tl.constexpr,
           PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, ALL: tl.constexpr, EXACT: tl.constexpr,
           ROWS: tl.constexpr, INNER: tl.constexpr):  # fmt: skip
     """The columns of all modules side by side, so that x is read once."""
@@ -75,8 +103,9 @@ def _down(x, parts, size, first_at, apart_by, scales, out, rows, each, factor,
     if PARTS > 1:
         start += (own // RANK) * size
     found = tl.zeros((ROWS, ALL), tl.float32)
-    for first in range(0, INNER_SIZE, INNER):
-        place = first + tl.arange(0, INNER)
+    begin = tl.program_id(1) * PIECE
+    for first in range(0, PIECE, INNER):
+        place = begin + first + tl.arange(0, INNER)
         inside = place < INNER_SIZE
         x_tile = tl.load(
             x + row.to(tl.int64)[:, None] * INNER_SIZE + place[None, :], mask=real[:, None] & inside[None, :], other=0.0
@@ -95,24 +124,22 @@ def _down(x, parts, size, first_at, apart_by, scales, out, rows, each, factor,
     apart = tl.reshape(found, [ROWS, ALL // WIDE, WIDE // RANK, RANK])
     total = tl.sum(apart * weight[:, None, :, None], axis=2)
     wide = tl.reshape(total[:, :, None, :] * again[:, None, :, None], [ROWS, ALL])
+    out += tl.program_id(1).to(tl.int64) * MODULES * rows * WIDE
     target = out + (module.to(tl.int64)[None, :] * rows + row.to(tl.int64)[:, None]) * WIDE + own[None, :]
     tl.store(target, wide.to(out.dtype.element_ty), mask=real[:, None] & (module < MODULES)[None, :])
 
 
 @triton.jit
-def _up(y, t, parts, size, at, bias, rows, outer,
-        PARTS: tl.constexpr, RANK: tl.constexpr, BIAS: tl.constexpr, EXACT: tl.constexpr,
+def _up(y, t, step, parts, size, at, bias, rows, outer,
+        PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, BIAS: tl.constexpr, EXACT: tl.constexpr,
         ROWS: tl.constexpr, OUTER: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     line = tl.program_id(1) * OUTER + tl.arange(0, OUTER)
     module = tl.program_id(2)
     column = tl.arange(0, WIDE)
     real, inside = row < rows, line < outer
-    t_tile = tl.load(
-        t + (module.to(tl.int64) * rows + row.to(tl.int64)[:, None]) * WIDE + column[None, :],
-        mask=real[:, None],
-        other=0.0,
-    )
+    at_t = (module.to(tl.int64) * rows + row.to(tl.int64)[:, None]) * WIDE + column[None, :]
+    t_tile = whole(t, step, at_t, real[:, None], PIECES)
     start = parts + tl.multiple_of(tl.load(at + module), 64) + (column // RANK) * size + column % RANK
     e_tile = tl.load(
         start[:, None] + line[None, :] * RANK, mask=(column // RANK < PARTS)[:, None] & inside[None, :], other=0.0
@@ -125,7 +152,7 @@ def _up(y, t, parts, size, at, bias, rows, outer,
 
 
 def down(x: Tensor, factors: Factors, scales: Tensor) -> Tensor:
-    """t[G, rows, columns] for G layers that share x[rows, inner].
+    """t[pieces, G, rows, columns] for G layers that share x[rows, inner]; the sum over the pieces is theirs.
 
     Three parts are LoRA's [rank, inner]: two of its value, one of its noise. One part is low-rank noise, [inner, rank].
     `scales` holds one s a member; members own equal, consecutive blocks of rows. `rank` is a power of two.
@@ -134,23 +161,25 @@ def down(x: Tensor, factors: Factors, scales: Tensor) -> Tensor:
     modules, at = len(factors.down_at), factors.down_at
     apart = at[1] - at[0] if modules > 1 else 0
     if at != tuple(range(at[0], at[0] + modules * apart, apart) if apart else at[:1]):
-        return torch.cat([down(x, replace(factors, down_at=(one,)), scales) for one in at])  # not evenly spaced
-    out = torch.empty((modules, rows, factors.wide), device=x.device, dtype=x.dtype)
+        return torch.cat([down(x, replace(factors, down_at=(one,)), scales) for one in at], 1)  # not evenly spaced
+    programs = triton.cdiv(rows, DOWN["ROWS"])
+    pieces = max(1, min(BUSY // programs, inner // SHORTEST, 4))
+    piece = triton.cdiv(triton.cdiv(inner, pieces), DOWN["INNER"]) * DOWN["INNER"]
+    out = torch.empty((pieces, modules, rows, factors.wide), device=x.device, dtype=x.dtype)
     column, line = factors.steps(inner)
-    _down[(triton.cdiv(rows, DOWN["ROWS"]),)](
+    _down[(programs, pieces)](
         x, factors.parts, factors.parts.shape[1], at[0], apart, scales, out, rows, rows // len(scales),
-        factors.factor, INNER_SIZE=inner, COLUMN=column, LINE=line, MODULES=modules, PARTS=len(factors.parts),
+        factors.factor, INNER_SIZE=inner, PIECE=piece, COLUMN=column, LINE=line, MODULES=modules, PARTS=len(factors.parts),
         RANK=factors.rank, WIDE=factors.wide, ALL=factors.wide * triton.next_power_of_2(modules),
         EXACT=x.dtype == torch.float32, **DOWN,
     )  # fmt: skip
     return out
 
 
-def up(y: Tensor, t: Tensor, factors: Factors, bias: Tensor | None) -> None:
+def up(y: Tensor, term: Term, bias: Tensor | None) -> None:
     """y[G, rows, outer] = t·Eᵀ + bias[G, outer]; each E is [outer, rank] in every part."""
     _, rows, outer = y.shape
-    count, size = factors.parts.shape
     _up[(triton.cdiv(rows, UP["ROWS"]), triton.cdiv(outer, UP["OUTER"]), len(y))](
-        y, t, factors.parts, size, factors.up_at, t if bias is None else bias, rows, outer,
-        PARTS=count, RANK=factors.rank, BIAS=bias is not None, EXACT=y.dtype == torch.float32, WIDE=t.shape[2], **UP,
+        y, *term.arguments, y if bias is None else bias, rows, outer,
+        **term.sizes, BIAS=bias is not None, EXACT=y.dtype == torch.float32, **UP,
     )  # fmt: skip

@@ -133,8 +133,8 @@ class Group:
         found: dict[int, Tensor] = {}
         for run in self.runs[first]:
             y = x.new_empty((run.stop - run.start, len(x), run.width))
-            own = t[run.start - first : run.stop - first]
-            thin.up(y, own, self.of_run[run.start, run.stop], run.bias)
+            own = thin.Term(t[:, run.start - first : run.stop - first], self.of_run[run.start, run.stop])
+            thin.up(y, own, run.bias)
             for place, adapter in enumerate(self.adapters[run.start : run.stop]):
                 y[place].addmm_(x, adapter.module.weight.T)
                 if adapter.bias is not None:

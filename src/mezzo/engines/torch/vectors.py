@@ -7,36 +7,43 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mezzo.engines.torch.thin import Term
+from mezzo.engines.torch.thin import NO_TERM, Term, whole
 
 
 @triton.jit
-def _norm(x, residual, bias, gain, shift, out, bias_step, gain_step, shift_step, each, eps, t, parts, size, at,
+def _norm(x, residual, bias, gain, shift, out, bias_step, gain_step, shift_step, rows, each, eps,
+          t, t_step, parts, size, at,
           WIDTH: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, SHIFT: tl.constexpr,
-          CENTRED: tl.constexpr, THIN: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    member = row // each
+          CENTRED: tl.constexpr, THIN: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
+          WIDE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     column = tl.arange(0, BLOCK)
     real = column < WIDTH
-    added = tl.zeros((BLOCK,), tl.float32)
-    if THIN:  # so few columns that plain multiplications beat what it takes to feed the tensor cores a single row
+    if THIN:  # so few columns that plain multiplications beat what it takes to feed the tensor cores a few rows
         number = tl.arange(0, THIN)
-        start = parts + tl.multiple_of(tl.load(at), 64) + (number // RANK) * size + number % RANK
-        known = real[:, None] & (number // RANK < PARTS)[None, :]
+        start = parts + tl.multiple_of(tl.load(at), 64) + number % RANK
+        if PARTS > 1:
+            start += (number // RANK) * size
+        known = real[:, None] & (number < PARTS * RANK)[None, :]
         e = tl.load(start[None, :] + column[:, None] * RANK, mask=known, other=0.0).to(tl.float32)
-        added = tl.sum(e * tl.load(t + row * WIDE + number).to(tl.float32)[None, :], 1)
-    value = tl.load(x + row * WIDTH + column, mask=real, other=0.0).to(tl.float32) + added
-    if BIAS:
-        value += tl.load(bias + member * bias_step + column, mask=real, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        value += tl.load(residual + row * WIDTH + column, mask=real, other=0.0).to(tl.float32)
-    if CENTRED:
-        value = tl.where(real, value - tl.sum(value, 0) / WIDTH, 0.0)
-    value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
-    value *= tl.load(gain + member * gain_step + column, mask=real, other=0.0).to(tl.float32)
-    if SHIFT:
-        value += tl.load(shift + member * shift_step + column, mask=real, other=0.0).to(tl.float32)
-    tl.store(out + row * WIDTH + column, value.to(out.dtype.element_ty), mask=real)
+    for one in tl.static_range(ROWS):
+        row = tl.program_id(0).to(tl.int64) * ROWS + one
+        here = real & (row < rows)
+        member = row // each
+        value = tl.load(x + row * WIDTH + column, mask=here, other=0.0).to(tl.float32)
+        if THIN:
+            own = whole(t, t_step, row * WIDE + number, row + 0 * number < rows, PIECES)
+            value += tl.sum(e * own.to(tl.float32)[None, :], 1)
+        if BIAS:
+            value += tl.load(bias + member * bias_step + column, mask=here, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            value += tl.load(residual + row * WIDTH + column, mask=here, other=0.0).to(tl.float32)
+        if CENTRED:
+            value = tl.where(real, value - tl.sum(value, 0) / WIDTH, 0.0)
+        value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
+        value *= tl.load(gain + member * gain_step + column, mask=here, other=0.0).to(tl.float32)
+        if SHIFT:
+            value += tl.load(shift + member * shift_step + column, mask=here, other=0.0).to(tl.float32)
+        tl.store(out + row * WIDTH + column, value.to(out.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -88,26 +95,17 @@ def norm(
     out = torch.empty_like(x)
     block = triton.next_power_of_2(width)
     bias_or, shift_or = gain if bias is None else bias, gain if shift is None else shift
-    _norm[(rows,)](
+    thin = triton.next_power_of_2(len(term.factors.parts) * term.factors.rank) if term else 0
+    together = 4 if term else 1  # rows that share one reading of the factors
+    _norm[(triton.cdiv(rows, together),)](
         x, x if residual is None else residual, bias_or, gain, shift_or, out,
-        bias_or.stride(0), gain.stride(0), shift_or.stride(0), rows // len(gain), eps, *_thin(x, term),
+        bias_or.stride(0), gain.stride(0), shift_or.stride(0), rows, rows // len(gain), eps,
+        *(term.arguments if term else (x, 0, x, 0, x)),
         WIDTH=width, BLOCK=block, RESIDUAL=residual is not None, BIAS=bias is not None, SHIFT=shift is not None,
-        CENTRED=centred, **_sizes(term), num_warps=4 if block <= 2048 else 8,
+        CENTRED=centred, THIN=thin, **(term.sizes if term else NO_TERM), ROWS=together,
+        num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
     return out
-
-
-def _thin(x: Tensor, term: Term | None) -> tuple[Tensor, Tensor, int, Tensor]:
-    if term is None:
-        return x, x, 0, x
-    return term.t, term.factors.parts, term.factors.parts.shape[1], term.factors.up_at
-
-
-def _sizes(term: Term | None) -> dict[str, int]:
-    if term is None:
-        return {"THIN": 0, "PARTS": 1, "RANK": 1, "WIDE": 16}
-    parts, rank = len(term.factors.parts), term.factors.rank
-    return {"THIN": triton.next_power_of_2(parts * rank), "PARTS": parts, "RANK": rank, "WIDE": term.factors.wide}
 
 
 def add_bias(y: Tensor, bias: Tensor, gelu: bool = False) -> Tensor:
