@@ -160,6 +160,32 @@ def test_replayed_updates_leave_the_weights_of_a_cpu(space, dtype, small):
 
 
 @on_a_gpu
+@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+def test_steps_in_graphs_are_steps_without(space):
+    """Updates that wait for the next forward are there when it runs, and whenever anybody looks at the weights."""
+    engine, plain = (engine_of(make_roberta(), space) for _ in range(2))
+    plain.graphs = None
+    batches = [make_batch(6, seed=seed, lengths=(9, 16)) for seed in range(2)]
+    for step in range(12):
+        batch, probes = batches[step % 5 == 4], (Probe(((2**63 + step, 0.01),)), Probe(((2**63 + step, -0.01),)))
+        coming = batches[(step + 1) % 5 == 4], (Probe(((2**64 - 1, 0.01),)), Probe(((2**64 - 1, -0.01),)))
+        engine.expect(lambda found=coming: found)  # not what will come: what was sent ahead must not be used
+        np.testing.assert_array_equal(engine.score(batch, probes), plain.score(batch, probes))
+        update = Update(((2**63 + step, float(np.float32(1e-3))),))
+        for one in (engine, plain):
+            one.apply([update])
+        if step in (3, 9):
+            assert engine.digest() == plain.digest()
+        if step == 7:
+            np.testing.assert_array_equal(
+                engine.score(batch, (Probe(), Probe())), plain.score(batch, (Probe(), Probe()))
+            )
+    waits = not engine.population.large
+    assert bool(any(one.after for one in engine.graphs.captured.values())) == waits
+    assert engine.digest() == plain.digest()
+
+
+@on_a_gpu
 def test_graphs_are_few(monkeypatch):
     monkeypatch.setattr("mezzo.engines.torch.graphs.MOST", 3)
     engine = engine_of(make_roberta(), SPACES["lora"], unit=Unit(4, pad_to=8))

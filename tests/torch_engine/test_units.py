@@ -28,11 +28,11 @@ def test_units_that_would_be_mostly_padding_are_halved():
 def test_every_row_comes_back_to_its_example():
     batch = make_batch(13, lengths=(3, 40))
     groups = pack(batch, Unit(5, waste=0.05, pad_to=4), 1)
-    places = [example for rows in groups for example, _ in rows.where]
+    places = [int(example) for rows in groups for example in rows.places[0]]
     assert sorted(places) == list(range(13))
     for rows in groups:
         assert rows.padded == bool((rows.mask == 0).any())
-        for ids, mask, (example, _) in zip(rows.ids, rows.mask, rows.where, strict=True):
+        for ids, mask, example in zip(rows.ids, rows.mask, rows.places[0], strict=True):
             assert tuple(ids[mask.bool()].tolist()) == batch.prompts[example].ids
 
 

@@ -151,6 +151,7 @@ class TorchEngine:
 
     def _score_plainly(self, groups: Sequence[Rows], batch: Batch, point: Point, out: Scores) -> None:
         """One micro-batch after the other; no groups: prompts whose candidates share them."""
+        self.settle()
         with self.population.at(point):
             for rows in groups:
                 scores = self.forward(rows, batch).reshape(len(point.probes), -1, *rows.tail)
@@ -183,11 +184,17 @@ class TorchEngine:
         else:
             self.graphs.replay(updates)
 
+    def settle(self) -> None:
+        """Launch what was applied and waits for the next forward: before anybody but a graph looks at the weights."""
+        if self.graphs is not None:
+            self.graphs.settle()
+
     @torch.no_grad()
     def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[tuple[int, ...]]]:
         """Greedy continuations by the model's own `generate`, every row at its own probe."""
         if not self.causal:
             raise ModelError(f"{type(self.model).__name__} is not a causal model: it cannot generate text")
+        self.settle()
         out: list[list[tuple[int, ...]]] = []
         for first in range(0, len(probes), self.unit.members):
             with self.population.at(probes[first : first + self.unit.members]):
@@ -196,12 +203,14 @@ class TorchEngine:
 
     def state(self) -> dict[str, npt.NDArray[np.generic]]:
         """The trained values in float32, which holds those of every type: NumPy has no bfloat16."""
+        self.settle()
         return {t.name: self.population.value(t.name).float().cpu().numpy().copy() for t in self.trained}
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, npt.NDArray[np.generic]]) -> None:
         if set(tensors) != {t.name for t in self.trained}:
             raise JournalError("the tensors do not belong to this run: their names differ")
+        self.settle()
         for trained in self.trained:
             value = self.population.value(trained.name)
             if tuple(tensors[trained.name].shape) != trained.shape:
@@ -209,6 +218,7 @@ class TorchEngine:
             value.copy_(torch.from_numpy(np.ascontiguousarray(tensors[trained.name])))
 
     def digest(self) -> str:
+        self.settle()
         return catalog.digest_of((t.name, self.population.value(t.name)) for t in self.trained)
 
     def describe(self) -> dict[str, Any]:
@@ -238,6 +248,7 @@ class TorchEngine:
             raise ConfigError("a prefix is not part of a model's weights: export the adapter instead")
         if self.quantized:
             raise ConfigError("a quantised base cannot take in what was trained: export the adapter instead")
+        self.settle()
         twin = copy.deepcopy(self.model)
         for module in twin.modules():
             module.__dict__.pop("forward", None)
@@ -260,6 +271,7 @@ class TorchEngine:
         """Refuse a model that the population forward gets wrong, or a space that no perturbation can train."""
         from mezzo.engines.torch.check import self_check
 
+        self.settle()
         self_check(self, batch, eps)
 
     # ---- making the trained tensors

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from mezzo.engines.torch.fused import LARGEST_RANK
-from mezzo.engines.torch.inputs import Rows
+from mezzo.engines.torch.inputs import TENSORS, Rows
 from mezzo.engines.torch.points import Move, Point
 from mezzo.types import Batch, Probe, Scores, Update
 
@@ -73,6 +73,8 @@ class Captured:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.staging = Staging(self.inputs)
         self.scores = torch.empty(0)
+        self.met: set[CapturedMove] = set()
+        self.after: dict[CapturedMove, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.held: tuple[Rows, tuple[Probe, ...]] | None = None
         """What the inputs are, or will be when the device has done what it was told before."""
 
@@ -86,10 +88,7 @@ class Captured:
             return self.engine.forward(self.rows, self.batch)
 
     def capture(self, pool: Any) -> None:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool), masks_as_outside():
-            self.scores = self.forward()
-        self.graph = graph
+        self.graph, self.scores = self._captured(pool, None)
         self.uses = self.engine.population.scratch  # the graph writes there even if a larger one takes its place
 
     def run(self) -> Tensor:
@@ -98,6 +97,22 @@ class Captured:
             return self.forward()
         self.graph.replay()
         return self.scores
+
+    def run_after(self, move: CapturedMove, pool: Any) -> Tensor:
+        """The same behind an update that waits, in one launch: each takes the host as long as many small kernels run."""
+        if move not in self.after:
+            self.after[move] = self._captured(pool, move)
+        graph, scores = self.after[move]
+        graph.replay()
+        move.staging.copied.record()
+        return scores
+
+    def _captured(self, pool: Any, move: CapturedMove | None) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool), masks_as_outside():
+            if move is not None:
+                move.launch()
+            return graph, self.forward()
 
 
 class CapturedMove:
@@ -114,17 +129,18 @@ class CapturedMove:
     def capture(self, pool: Any) -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            self._move()
+            self.launch()
         self.graph = graph
 
     def run(self) -> None:
         if self.graph is None:
-            self._move()
+            self.launch()
         else:
             self.graph.replay()
         self.staging.copied.record()
 
-    def _move(self) -> None:
+    def launch(self) -> None:
+        """Its copy and its kernels, one by one: now, or into the graph that is being captured."""
         self.staging.copy()
         self.engine.population.move(self.move)
 
@@ -141,13 +157,22 @@ class Graphs:
         self.refused = ""
         """Why nothing is captured, where the model's forward does not allow it."""
         self._moves = all(t.rank <= LARGEST_RANK for t in engine.trained)
+        self._waiting: CapturedMove | None = None
+        """An update of small tensors that is launched together with the next forward, or by `settle` before."""
 
     def replay(self, updates: Sequence[Update]) -> None:
         """Apply one update after the other; nothing waits for them."""
         for update in updates:
+            self.settle()
             if not update.empty:
                 self._move(update)
             self.engine.population.source.forget()
+
+    def settle(self) -> None:
+        """Launch the update that waits: the weights will be looked at."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.run()
 
     def _move(self, update: Update) -> None:
         terms = len(update.terms)
@@ -164,7 +189,10 @@ class Graphs:
         one.staging.fill([seeds.view(np.int64), coefs.view(np.int64)])
         if known:
             self._capture(one)
-        one.run()
+        if one.graph is not None and not self.engine.population.large:
+            self._waiting = one
+        else:
+            one.run()
 
     def _capture(self, one: Captured | CapturedMove) -> None:
         """Capture what is not yet; a model whose forward cannot be captured runs its kernels one by one from then on."""
@@ -206,10 +234,23 @@ class Graphs:
         self.captured.move_to_end(key)
         one.send(rows, point)
         if known:
+            if one.graph is None:
+                self.settle()
             self._capture(one)
-        scores = one.run()
+        scores = self._run(one)
         host = torch.empty(scores.shape, dtype=scores.dtype, pin_memory=True)
         return host.copy_(scores, non_blocking=True)
+
+    def _run(self, one: Captured) -> Tensor:
+        """Behind the update that waits, if one does: in one launch where that happens again and again."""
+        waiting = self._waiting
+        if waiting is not None and one.graph is not None and waiting in one.met:
+            self._waiting = None
+            return one.run_after(waiting, self.pool)
+        if waiting is not None:
+            one.met.add(waiting)
+        self.settle()
+        return one.run()
 
 
 @contextlib.contextmanager
@@ -226,9 +267,6 @@ def masks_as_outside() -> Iterator[None]:
         masking_utils.is_tracing, masking_utils.find_packed_sequence_indices = tracing, packed
 
 
-TENSORS = ("ids", "mask", "segments", "positions", "targets")
-
-
 def _parts(rows: Rows, point: Point) -> list[Words]:
     """Everything that changes from step to step, as int64 words in a fixed order."""
     parts = [value.numpy().reshape(-1) for name in TENSORS if (value := getattr(rows, name)) is not None]
@@ -241,5 +279,4 @@ def _parts(rows: Rows, point: Point) -> list[Words]:
 
 
 def _key(rows: Rows, batch: Batch, point: Point, trims: bool) -> Hashable:
-    shapes = tuple(None if (value := getattr(rows, name)) is None else tuple(value.shape) for name in TENSORS)
-    return shapes, rows.padded, batch.readout, len(point.probes), len(point.seeds), trims
+    return rows.shapes, rows.padded, batch.readout, len(point.probes), len(point.seeds), trims
