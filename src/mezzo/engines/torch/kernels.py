@@ -42,12 +42,17 @@ def lanes(seed, key, row, R: tl.constexpr):
 
 
 @triton.jit
-def ones_of(bits, MOST: tl.constexpr):
-    """How many of the lower MOST bits of an unsigned 32-bit number are set; the others are not."""
+def ones_of_bytes(bits):
+    """How many bits are set in each of the four bytes of an unsigned 32-bit number."""
     bits = bits - ((bits >> 1) & 0x55555555)
     bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
-    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
-    return bits if MOST <= 8 else (bits * 0x01010101) >> 24
+    return (bits + (bits >> 4)) & 0x0F0F0F0F
+
+
+@triton.jit
+def ones_of(bits):
+    """How many bits of an unsigned 32-bit number are set."""
+    return (ones_of_bytes(bits) * 0x01010101) >> 24
 
 
 @triton.jit

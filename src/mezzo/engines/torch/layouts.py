@@ -59,7 +59,8 @@ class FactorSigns:
 
     def made(self, seeds: Tensor, terms: int) -> Tensor:
         programs = len(self.places) // 2
-        rows = torch.empty((terms, programs * matrices.FACTOR_ROWS), dtype=torch.int32, device=seeds.device)
+        kind = torch.uint8 if self.rank <= 8 else torch.int32
+        rows = torch.empty((terms, programs * matrices.FACTOR_ROWS), dtype=kind, device=seeds.device)
         if terms:
             matrices.fill_factors[(programs, terms)](
                 rows, rows.shape[1], self.places, seeds, RANK=self.rank, ROWS=matrices.FACTOR_ROWS

@@ -52,7 +52,7 @@ def fill_factors(out, step, places, seeds, RANK: tl.constexpr, ROWS: tl.constexp
         over = kernels.word(seed, key, bit // 64 + 1) << ((64 - shift) % 64)
         found = tl.where(shift > 64 - RANK, found | over, found)
     found = (found & ((1 << RANK) - 1)).to(tl.uint32)
-    tl.store(out + term * step + program.to(tl.int64) * ROWS + row, found.to(tl.int32, bitcast=True))
+    tl.store(out + term * step + program.to(tl.int64) * ROWS + row, found.to(out.dtype.element_ty))
 
 
 @triton.jit
@@ -80,26 +80,38 @@ def perturb(value, out, count, rows, signs, keys, seeds, scales, table,
 
 
 @triton.jit
-def scaled_product(scale, row, real, left, right, lines, width, RANK: tl.constexpr, ALIGNED: tl.constexpr):
+def scaled_product(scale, row, real, some, left, right, lines, width,
+                   RANK: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr):  # fmt: skip
     """[R, 64]: scale·U·Vᵀ; `left` and `right` hold the signs of a factor's row as the bits of one number.
 
-    In an ALIGNED matrix, whose rows are multiples of 64 elements, one of our rows lies in one row of the matrix.
+    In an ALIGNED matrix, whose rows are multiples of 64 elements, one of our rows lies in one row of the matrix. Signs of at
+    most eight columns are bytes, and four of them are counted at once.
     """
     lane = tl.arange(0, ROW)[None, :]
-    if ALIGNED:
+    if ALIGNED and RANK <= 8:
         per_line = width // ROW
         line = row // per_line
-        u = tl.load(left + line, mask=line < lines, other=0)[:, None]
+        u = tl.load(left + line, mask=some, other=0).to(tl.uint32) * 0x01010101
+        fours = (right + (row - line * per_line) * ROW).to(tl.pointer_type(tl.uint32))
+        v = tl.load(fours[:, None] + tl.arange(0, ROW // 4)[None, :], mask=some[:, None], other=0)
+        shift = (tl.arange(0, 4) * 8).to(tl.uint32)
+        counts = kernels.ones_of_bytes(u[:, None] ^ v)
+        differ = tl.reshape((counts[:, :, None] >> shift[None, None, :]) & 0xFF, [R, ROW]).to(tl.int32)
+    elif ALIGNED:
+        per_line = width // ROW
+        line = row // per_line
+        u = tl.load(left + line, mask=line < lines, other=0).to(tl.uint32)[:, None]
         first = tl.multiple_of((row - line * per_line) * ROW, 64)
-        v = tl.load(right + first[:, None] + lane, mask=real, other=0)
+        v = tl.load(right + first[:, None] + lane, mask=real, other=0).to(tl.uint32)
+        differ = kernels.ones_of(u ^ v).to(tl.int32)
     else:
         first = row.to(tl.int64) * ROW
         line = first // width
         place = (first - line * width).to(tl.int32)[:, None] + lane
         over = place // width
-        u = tl.load(left + line[:, None] + over, mask=real, other=0)
-        v = tl.load(right + place - over * width, mask=real, other=0)
-    differ = kernels.ones_of((u ^ v).to(tl.uint32, bitcast=True), RANK).to(tl.int32)
+        u = tl.load(left + line[:, None] + over, mask=real, other=0).to(tl.uint32)
+        v = tl.load(right + place - over * width, mask=real, other=0).to(tl.uint32)
+        differ = kernels.ones_of(u ^ v).to(tl.int32)
     return scale * (RANK - 2 * differ).to(tl.float32)
 
 
@@ -130,7 +142,7 @@ def update(value, count, entries, seeds, coefs, table, signs, step, lines, width
         if KIND == FACTORS:
             left = signs + term * step + tl.multiple_of(tl.load(entry + 3), 64)
             right = signs + term * step + tl.multiple_of(tl.load(entry + 4), 64)
-            moved = scaled_product(coef * unit, row, real, left, right, lines, width, RANK, ALIGNED)
+            moved = scaled_product(coef * unit, row, real, some, left, right, lines, width, RANK, ALIGNED, R)
         elif KIND == SIGNS:
             first = signs + term * step + tl.multiple_of(tl.load(entry + 3), 64)
             place = row.to(tl.int64)[:, None] * 8 + tl.arange(0, 8)[None, :]
