@@ -39,7 +39,8 @@ def normalised(batch: Batch) -> bool:
 
 def log_sum_exp(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Over the last axis, kept; −inf entries (absent candidates) count for nothing."""
-    total: npt.NDArray[np.float64] = np.logaddexp.reduce(scores, axis=-1, keepdims=True)
+    top = scores.max(axis=-1, keepdims=True)
+    total: npt.NDArray[np.float64] = top + np.log(np.exp(scores - top).sum(axis=-1, keepdims=True))
     return total
 
 
