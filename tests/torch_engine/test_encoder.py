@@ -125,8 +125,10 @@ def test_weights_that_share_a_tensor_are_still_their_own(layers):
 @pytest.mark.parametrize("length", [5, 32, 64, 100])
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
 def test_attention_of_short_rows(dtype, length, masked):
-    from mezzo.engines.torch.encoder_kernels import attend
+    from mezzo.engines.torch.encoder_kernels import LONGEST, attend
 
+    if length > LONGEST[dtype]:
+        pytest.skip("left to torch")
     rng = np.random.default_rng(0)
     rows, heads, size = 4, 2, 40
     width = heads * size

@@ -72,6 +72,15 @@ class Product:
             return None
         return thin.Term(thin.down(x, self.factors, self.population.point.scales), self.factors, self.places)
 
+    def with_term(self, x: Tensor, few: int) -> tuple[Tensor, thin.Term | None]:
+        """The product of one layer, and its term for others to add; a term of more columns than `few` is in the product."""
+        term = self.term(x)
+        if term is None or term.columns <= few:
+            return self(x), term
+        y = torch.empty((len(x), len(self.weight)), device=x.device, dtype=x.dtype)
+        thin.up(y[None], term, None)
+        return y.addmm_(x, self.weight.T), None
+
     def _is_dense(self, name: str) -> bool:
         return name in self.population.large and not self.population.trained[name].rank
 
@@ -129,7 +138,7 @@ class Layer:
             and hidden.is_contiguous()
             and hidden.dtype == population.compute
             and hidden.shape[0] == population.members * population.rows
-            and hidden.shape[1] <= encoder_kernels.LONGEST
+            and hidden.shape[1] <= encoder_kernels.LONGEST[hidden.dtype]
             and (mask is None or (mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1] == 1))
         )
 
@@ -149,7 +158,8 @@ class Layer:
 
     def _normed(self, product: Product, x: Tensor, residual: Tensor, norm: nn.LayerNorm) -> Tensor:
         gain, shift = (_vectors(p, self.names[id(p)], self.population) for p in (norm.weight, norm.bias))
-        return vectors.norm(product(x), gain, shift, norm.eps, residual, product.bias(), term=product.term(x))
+        y, term = product.with_term(x, vectors.FEW)
+        return vectors.norm(y, gain, shift, norm.eps, residual, product.bias(), term=term)
 
 
 PRODUCTS = (

@@ -14,8 +14,8 @@ from torch import Tensor
 from mezzo.engines.torch.thin import NO_TERM, Term, product, whole
 from mezzo.engines.torch.vectors import gelu_of
 
-LONGEST = 128
-"""Tokens of a row whose attention is one block."""
+LONGEST = {torch.float32: 32, torch.bfloat16: 128, torch.float16: 128}
+"""Tokens of a row whose attention is one block. Products of float32 that are not rounded take many more registers."""
 GELU = {"ROWS": 32, "COLUMNS": 128, "num_warps": 4}
 
 
@@ -136,7 +136,7 @@ def attend(
         HEADS=heads, SIZE=size, MASKED=mask is not None, Q=places[0], K=places[1], V=places[2],
         **(term.sizes if term else NO_TERM),
         EXACT=y.dtype == torch.float32, TOKENS=block, COLUMNS=max(16, triton.next_power_of_2(size)),
-        num_warps=1 if block <= 32 else 4 if block <= 64 else 8,
+        num_warps=4 if y.dtype == torch.float32 else 1 if block <= 32 else 4 if block <= 64 else 8,
     )  # fmt: skip
     return out
 

@@ -16,9 +16,11 @@ from torch import Tensor
 
 NARROWEST = 16
 """Columns that a product has at least: the fewest that the tensor cores take."""
-DOWN = {"ROWS": 64, "INNER": 128, "num_warps": 4, "num_stages": 4}
+DOWN = {"ROWS": 64, "INNER": 128, "num_warps": 4}
 UP = {"ROWS": 64, "OUTER": 64, "num_warps": 4}
 """The fastest shapes on an H200, for widths 1024 and 4096. Fewer than 64 rows keep the way down off the larger tensor cores."""
+WIDEST = 128
+"""Columns of one launch on the way down; more do not fit on a multiprocessor."""
 BUSY, SHORTEST = 256, 512
 """Programs that keep a GPU busy, and lines of a sum that are worth a program: so far a sum is cut into pieces."""
 
@@ -52,6 +54,11 @@ class Term:
     t: Tensor
     factors: Factors
     places: tuple[int, ...] = (0,)
+
+    @property
+    def columns(self) -> int:
+        """Of t for one layer, as many as are not zero."""
+        return len(self.factors.parts) * self.factors.rank
 
     @property
     def arguments(self) -> tuple[Tensor, int, Tensor, int, Tensor]:
@@ -160,8 +167,10 @@ def down(x: Tensor, factors: Factors, scales: Tensor) -> Tensor:
     rows, inner = x.shape
     modules, at = len(factors.down_at), factors.down_at
     apart = at[1] - at[0] if modules > 1 else 0
-    if at != tuple(range(at[0], at[0] + modules * apart, apart) if apart else at[:1]):
-        return torch.cat([down(x, replace(factors, down_at=(one,)), scales) for one in at], 1)  # not evenly spaced
+    even = at == tuple(range(at[0], at[0] + modules * apart, apart) if apart else at[:1])
+    columns = factors.wide * triton.next_power_of_2(modules)
+    if modules > 1 and (not even or columns > WIDEST):
+        return torch.cat([down(x, replace(factors, down_at=(one,)), scales) for one in at], 1)
     programs = triton.cdiv(rows, DOWN["ROWS"])
     pieces = max(1, min(BUSY // programs, inner // SHORTEST, 4))
     piece = triton.cdiv(triton.cdiv(inner, pieces), DOWN["INNER"]) * DOWN["INNER"]
@@ -170,8 +179,8 @@ def down(x: Tensor, factors: Factors, scales: Tensor) -> Tensor:
     _down[(programs, pieces)](
         x, factors.parts, factors.parts.shape[1], at[0], apart, scales, out, rows, rows // len(scales),
         factors.factor, INNER_SIZE=inner, PIECE=piece, COLUMN=column, LINE=line, MODULES=modules, PARTS=len(factors.parts),
-        RANK=factors.rank, WIDE=factors.wide, ALL=factors.wide * triton.next_power_of_2(modules),
-        EXACT=x.dtype == torch.float32, **DOWN,
+        RANK=factors.rank, WIDE=factors.wide, ALL=columns,
+        EXACT=x.dtype == torch.float32, num_stages=4 if columns * x.element_size() <= 128 else 2, **DOWN,
     )  # fmt: skip
     return out
 

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from mezzo.engines.torch.thin import NO_TERM, Term, whole
 
+FEW = 8
+"""Columns of a thin term that a norm adds: a program holds their factors in registers."""
+
 
 @triton.jit
 def _norm(x, residual, bias, gain, shift, out, bias_step, gain_step, shift_step, rows, each, eps,
@@ -95,7 +98,8 @@ def norm(
     out = torch.empty_like(x)
     block = triton.next_power_of_2(width)
     bias_or, shift_or = gain if bias is None else bias, gain if shift is None else shift
-    thin = triton.next_power_of_2(len(term.factors.parts) * term.factors.rank) if term else 0
+    assert term is None or term.columns <= FEW
+    thin = triton.next_power_of_2(term.columns) if term else 0
     together = 4 if term else 1  # rows that share one reading of the factors
     _norm[(triton.cdiv(rows, together),)](
         x, x if residual is None else residual, bias_or, gain, shift_or, out,
