@@ -13,7 +13,8 @@ import torch
 from mezzo.bench.contenders import Step
 from mezzo.bench.memory import Memory
 
-WARM_UP = 3
+WARM_UP = 6
+"""Steps until everything is compiled and captured, an update together with the forward behind it last of all."""
 SAMPLE_SECONDS = 0.05
 MOST_STEPS = 20
 

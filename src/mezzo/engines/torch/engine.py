@@ -249,9 +249,12 @@ class TorchEngine:
         if self.quantized:
             raise ConfigError("a quantised base cannot take in what was trained: export the adapter instead")
         self.settle()
-        twin = copy.deepcopy(self.model)
+        twin = copy.deepcopy(self.model, {id(self): self})  # hooks lead to this engine: it is not part of the copy
         for module in twin.modules():
             module.__dict__.pop("forward", None)
+            for key, hook in list(module._forward_hooks.items()):
+                if getattr(hook, "__self__", None) is self:
+                    del module._forward_hooks[key]
         for name, parameter in twin.named_parameters():
             delta = self.lora_delta(name)
             moved = parameter.data.clone() if delta is None else parameter.data + delta
