@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 
 from mezzo.engines.torch.fused import DeviceNoise, Fused
+from mezzo.engines.torch.layouts import Matrix, portions
 from mezzo.engines.torch.points import Move, Point
 from mezzo.types import Probe, Trained, Update
 
@@ -62,22 +63,23 @@ def rows_of(name: str, noises: list[str], rounds: int) -> Iterator[dict[str, obj
         for value in values:
             scratch[: value.numel()].view_as(value).copy_(value)
 
-    def perturb(fused: Fused, rank: int) -> None:
-        for index, value in enumerate(values):
-            trained, out = Trained(f"t{index}", value.shape, "matrix", rank), scratch[: 2 * value.numel()]
-            fused.members(trained, value, point, out.view(2, *value.shape))
+    def perturb(fused: Fused, every: Sequence[Matrix]) -> None:
+        fused.begin(point)
+        for trained, value in every:
+            fused.members(trained, value, point, scratch[: 2 * value.numel()].view(2, *value.shape))
 
-    def update(fused: Fused, rank: int) -> None:
-        for index, value in enumerate(values):
-            fused.move(Trained(f"t{index}", value.shape, "matrix", rank), value, move)
+    def update(fused: Fused, every: Sequence[Matrix]) -> None:
+        fused.move_all(every, move)
 
     yield row("copy", "", copy, 2)
     for noise in noises:
         fused = Fused(DeviceNoise("gaussian" if noise == "gaussian" else "rademacher", device))
         rank = 8 if noise == "lowrank" else 0
+        every = [(Trained(f"t{n}", value.shape, "matrix", rank), value) for n, value in enumerate(values)]
         if not rank:  # low-rank noise is added to activations
-            yield row("both signs", noise, partial(perturb, fused, rank), 3)
-        yield row("update", noise, partial(update, fused, rank), 2)
+            fused.share_signs([[(t.name, value.numel()) for t, value in part] for part in portions(every)])
+            yield row("both signs", noise, partial(perturb, fused, every), 3)
+        yield row("update", noise, partial(update, fused, every), 2)
 
 
 def main() -> None:

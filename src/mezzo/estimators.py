@@ -15,7 +15,9 @@ from mezzo.types import Probe, Slope
 class Estimator(Protocol):
     """What the trainer needs of an estimator."""
 
-    def ask(self, step: int) -> tuple[Probe, ...]: ...
+    def ask(self, step: int) -> tuple[Probe, ...]:
+        """A function of the step alone: it may be asked before the step before was told."""
+        ...
 
     def tell(self, probes: Sequence[Probe], losses: Losses) -> tuple[Slope, ...]: ...
 

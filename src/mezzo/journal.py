@@ -14,6 +14,7 @@ import os
 import time
 import zlib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ FORMAT = 1
 NAME = "journal.jsonl"
 LONGEST_LINE = 16 * 2**20  # a header with thousands of tensor names fits; a hostile endless line does not
 SYNC_SECONDS = 1.0
+ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Journal:
     _salt: int
     _size: int
     _synced: float = field(default_factory=time.monotonic)
+    _aside: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "journal"))
+    _syncing: Future[None] | None = None
 
     @classmethod
     def create(cls, folder: Path, header: Mapping[str, Any]) -> Journal:
@@ -101,7 +105,7 @@ class Journal:
         """Hand one step to the operating system, before its update is applied."""
         self._append(_encode(record))
         if time.monotonic() - self._synced >= SYNC_SECONDS:
-            self.sync()
+            self._sync_aside()
 
     def mark(self, step: int, digest: str) -> None:
         """Record what the trained tensors' digest is after `step` steps."""
@@ -109,12 +113,29 @@ class Journal:
         self.sync()
 
     def sync(self) -> None:
+        """Wait until all that was appended is on disk."""
+        self._await_aside()
         with explained(self.path, RunFailed):
             os.fsync(self._file)
         self._synced = time.monotonic()
 
+    def _sync_aside(self) -> None:
+        """Ask for it without waiting: a step takes milliseconds, a disk may take as many. A failure is told the next time."""
+        if self._syncing is not None and not self._syncing.done():
+            return
+        self._await_aside()
+        self._syncing = self._aside.submit(os.fsync, self._file)
+        self._synced = time.monotonic()
+
+    def _await_aside(self) -> None:
+        syncing, self._syncing = self._syncing, None
+        if syncing is not None:
+            with explained(self.path, RunFailed):
+                syncing.result()
+
     def close(self) -> None:
         if self._file >= 0:
+            self._aside.shutdown()
             with contextlib.suppress(OSError):
                 os.fsync(self._file)
             os.close(self._file)
@@ -198,7 +219,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _line(payload: Mapping[str, Any], salt: int) -> bytes:
-    text = json.dumps(payload, separators=(",", ":"), allow_nan=False).encode()
+    text = ENCODER.encode(payload).encode()
     return b'%s,"crc":"%08x"}\n' % (text[:-1], zlib.crc32(text, salt))
 
 

@@ -24,7 +24,7 @@ def cross_entropy(scores: Scores, batch: Batch) -> Losses:
     wide = scores.astype(np.float64)
     if not normalised(batch):
         wide = wide - log_sum_exp(wide)
-    return -np.take_along_axis(wide, batch.labels[None, :, None], axis=2)[:, :, 0].mean(axis=1)
+    return -wide[:, np.arange(len(batch)), batch.labels].mean(axis=1)
 
 
 def normalised(batch: Batch) -> bool:

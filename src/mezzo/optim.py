@@ -12,6 +12,7 @@ from mezzo.errors import ConfigError, nearest
 from mezzo.types import Slope, Update
 
 Schedule = Callable[[int], float]
+LARGEST = float(np.finfo(np.float32).max)
 
 # Each shape maps progress in [0, 1) to a factor of the peak learning rate.
 SHAPES: dict[str, Callable[[float], float]] = {
@@ -46,11 +47,14 @@ class Sgd:
 
     def step(self, slopes: Sequence[Slope], step: int) -> Update:
         rate = self.lr(step)
-        with np.errstate(over="ignore"):
-            keep = float(np.float32(1.0 - rate * self.weight_decay))
+        keep = _float32(1.0 - rate * self.weight_decay)
         return Update(tuple((s.seed, self._coefficient(s.value, rate, len(slopes))) for s in slopes), keep)
 
     def _coefficient(self, slope: float, rate: float, samples: int) -> float:
         clipped = max(-self.clip, min(self.clip, slope)) if self.clip > 0 else slope
-        with np.errstate(over="ignore"):  # the trainer skips a step that does not fit into float32
-            return float(np.float32(rate * clipped / samples))
+        return _float32(rate * clipped / samples)
+
+
+def _float32(value: float) -> float:
+    """The nearest value of that type; infinite where none is near, and the trainer skips the step."""
+    return float(np.float32(value)) if abs(value) <= LARGEST else value * math.inf

@@ -20,7 +20,7 @@ from mezzo.journal import Journal
 from mezzo.objectives import Objective
 from mezzo.optim import Sgd
 from mezzo.snapshots import Snapshots
-from mezzo.types import StepRecord, Update
+from mezzo.types import Batch, Probe, StepRecord, Update
 
 SKIPS = 20
 """Consecutive steps without a finite loss after which a run gives up."""
@@ -66,9 +66,12 @@ class MeZOTrainer:
     _interrupted: bool = field(init=False, default=False)
     _skips: int = field(init=False, default=0)
     _snapshot_at: float = field(init=False, default=0.0)
+    _foresighted: Foresighted | None = field(init=False, default=None)
+    _known: tuple[int, Batch, tuple[Probe, ...]] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.step = self.start
+        self._foresighted = self.engine if isinstance(self.engine, Foresighted) else None
 
     @property
     def best(self) -> Best | None:
@@ -92,10 +95,9 @@ class MeZOTrainer:
 
     def one_step(self, step: int) -> StepRecord:
         """The algorithm: everything else in this file decides when to do it."""
-        batch = self.batches(step)
-        probes = self.estimator.ask(step)
-        if isinstance(self.engine, Foresighted) and step + 1 < self.limits.steps:
-            self.engine.expect(lambda: self.batches(step + 1))
+        batch, probes = self._question(step)
+        if self._foresighted and step + 1 < self.limits.steps:
+            self._foresighted.expect(lambda: self._question(step + 1))
         scores = self.engine.score(batch, probes)
         losses = self.objective(scores, batch)
         slopes = self.estimator.tell(probes, losses)
@@ -115,6 +117,12 @@ class MeZOTrainer:
         self.engine.apply([update])
         self._give_up_if_hopeless(record)
         return record
+
+    def _question(self, step: int) -> tuple[Batch, tuple[Probe, ...]]:
+        """What a step scores, and where; the next step's is known already when the engine looked ahead."""
+        if self._known is None or self._known[0] != step:
+            self._known = step, self.batches(step), self.estimator.ask(step)
+        return self._known[1:]
 
     def _look(self) -> None:
         """Evaluate when due: before the first step, every `eval_every` steps and at the end."""

@@ -84,12 +84,13 @@ def test_rows_of_an_embedding_have_the_noise_of_the_whole(kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("inner", [96, 1040], ids=["whole", "in-pieces"])
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "low-rank"])
-def test_thin_products_equal_float64(lora, dtype):
+def test_thin_products_equal_float64(lora, dtype, inner):
     from mezzo.engines.torch import thin
 
     rng = np.random.default_rng(0)
-    members, rows, inner, outer, rank, modules = 2, 40, 96, 160, 8, 2
+    members, rows, outer, rank, modules = 2, 40, 160, 8, 2
     x, scales, factor = rng.normal(size=(members * rows, inner)), (1e-2, -1e-2), 2.0
 
     def signs(*shape: int) -> np.ndarray:
@@ -107,9 +108,11 @@ def test_thin_products_equal_float64(lora, dtype):
     at = torch.arange(modules, device=DEVICE)
     bias = torch.from_numpy(rng.normal(size=(modules, outer))).to(DEVICE, dtype)
     given = torch.from_numpy(x).to(DEVICE, dtype)
-    t = thin.down(given, parts, at * rank * inner, torch.tensor(scales, device=DEVICE), rank, factor)
+    places = tuple(rank * inner * number for number in range(modules))
+    factors = thin.Factors(rank, factor, parts, places, modules * rank * inner + at * outer * rank)
+    t = thin.down(given, factors, torch.tensor(scales, device=DEVICE))
     y = torch.empty((modules, members * rows, outer), device=DEVICE, dtype=dtype)
-    thin.up(y, t, parts, modules * rank * inner + at * outer * rank, rank, bias)
+    thin.up(y, thin.Term(t, factors), bias)
     exact = given.double().cpu().numpy().reshape(members, rows, inner)
     for module in range(modules):
         for member, scale in enumerate(scales):
@@ -154,6 +157,32 @@ def test_replayed_updates_leave_the_weights_of_a_cpu(space, dtype, small):
         engine.apply([update, Update()])
         twin.apply([update, Update()])
     assert engine.digest() == twin.digest()
+
+
+@on_a_gpu
+@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+def test_steps_in_graphs_are_steps_without(space):
+    """Updates that wait for the next forward are there when it runs, and whenever anybody looks at the weights."""
+    engine, plain = (engine_of(make_roberta(), space) for _ in range(2))
+    plain.graphs = None
+    batches = [make_batch(6, seed=seed, lengths=(9, 16)) for seed in range(2)]
+    for step in range(12):
+        batch, probes = batches[step % 5 == 4], (Probe(((2**63 + step, 0.01),)), Probe(((2**63 + step, -0.01),)))
+        coming = batches[(step + 1) % 5 == 4], (Probe(((2**64 - 1, 0.01),)), Probe(((2**64 - 1, -0.01),)))
+        engine.expect(lambda found=coming: found)  # not what will come: what was sent ahead must not be used
+        np.testing.assert_array_equal(engine.score(batch, probes), plain.score(batch, probes))
+        update = Update(((2**63 + step, float(np.float32(1e-3))),))
+        for one in (engine, plain):
+            one.apply([update])
+        if step in (3, 9):
+            assert engine.digest() == plain.digest()
+        if step == 7:
+            np.testing.assert_array_equal(
+                engine.score(batch, (Probe(), Probe())), plain.score(batch, (Probe(), Probe()))
+            )
+    waits = not engine.population.large
+    assert bool(any(one.after for one in engine.graphs.captured.values())) == waits
+    assert engine.digest() == plain.digest()
 
 
 @on_a_gpu

@@ -54,7 +54,7 @@ def test_weights_after_updates_are_those_of_a_cpu(space, kind, dtype, small, mon
         engine = TorchEngine(make_roberta().to(dtype), space, noise_kind=kind, device=device)
         engine.apply(updates(20))
         digests.append(engine.digest())
-    assert type(engine.population.work).__name__ == "Fused"
+    assert engine.population.work.kernels
     assert digests[0] == digests[1] != TorchEngine(make_roberta().to(dtype), space).digest()
 
 
@@ -115,7 +115,10 @@ def test_candidates_and_generation_in_sixteen_bits():
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
 def test_peak_memory_of_a_step(dtype, kind):
+    from mezzo.engines.torch.layouts import AT_ONCE
+
     engine, batch = large_engine(dtype, kind, "cuda")
+    engine.graphs = None  # a capture takes the same, and once a library's workspace for its stream
     step_of(engine, batch)  # kernels are compiled, libraries have their workspaces
 
     def peak(work: Any) -> int:
@@ -124,9 +127,10 @@ def test_peak_memory_of_a_step(dtype, kind):
         work()
         return torch.cuda.max_memory_allocated()
 
-    engine.population._scratch = torch.empty(0)
+    engine.population.scratch = torch.empty(0)
     inference = peak(lambda: engine.score(batch, [Probe(), Probe()]))
     step = peak(lambda: step_of(engine, batch))
     module = max(value.numel() for name, value in engine.population.large.items() if "embed" not in name)
     print(f"{dtype} {kind}: inference {inference / 2**20:.1f} MiB, step {step / 2**20:.1f} MiB")
-    assert step <= inference + 2 * module * dtype.itemsize + beside(engine)
+    signs = AT_ONCE // 8 if kind == "rademacher" else 0
+    assert step <= inference + 2 * module * dtype.itemsize + beside(engine) + signs

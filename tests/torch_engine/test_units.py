@@ -28,11 +28,11 @@ def test_units_that_would_be_mostly_padding_are_halved():
 def test_every_row_comes_back_to_its_example():
     batch = make_batch(13, lengths=(3, 40))
     groups = pack(batch, Unit(5, waste=0.05, pad_to=4), 1)
-    places = [example for rows in groups for example, _ in rows.where]
+    places = [int(example) for rows in groups for example in rows.places[0]]
     assert sorted(places) == list(range(13))
     for rows in groups:
         assert rows.padded == bool((rows.mask == 0).any())
-        for ids, mask, (example, _) in zip(rows.ids, rows.mask, rows.where, strict=True):
+        for ids, mask, example in zip(rows.ids, rows.mask, rows.places[0], strict=True):
             assert tuple(ids[mask.bool()].tolist()) == batch.prompts[example].ids
 
 
@@ -42,6 +42,6 @@ def test_a_batch_laid_out_ahead_is_used_only_for_itself():
     batches = make_batch(6, seed=1), make_batch(6, seed=2)
     expected = [engine.score(batch, PAIR) for batch in batches]
     for asked in (0, 1):
-        engine.expect(lambda: batches[0])
+        engine.expect(lambda: (batches[0], PAIR))
         engine.prepare_expected()
         np.testing.assert_array_equal(engine.score(batches[asked], PAIR), expected[asked])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import numpy as np
 import pytest
@@ -130,3 +131,16 @@ def test_the_self_check_names_a_module_that_differs(monkeypatch):
 
     with pytest.raises(ModelError, match=r"first in roberta\.encoder\.layer\.1\.output\.dense"):
         engine.check(make_batch(), 1e-2)
+
+
+def test_a_merged_model_is_free_of_the_engine():
+    """The copy holds no hook that leads back: an engine holds graphs and events, which cannot be copied."""
+    engine = TorchEngine(make_roberta(), Space("lora", rank=2))
+    engine.apply([Update(((7, 2.0**-6),))])
+    engine.held = threading.Lock()  # as little to be copied as a CUDA event
+    twin = engine.merged()
+    assert not any(
+        getattr(hook, "__self__", None) is engine for m in twin.modules() for hook in m._forward_hooks.values()
+    )
+    batch = make_batch(3)
+    np.testing.assert_allclose(plain_scores(twin, batch), engine.score(batch, (Probe(),))[0], rtol=1e-4, atol=1e-5)

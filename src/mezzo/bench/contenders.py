@@ -84,7 +84,7 @@ def bare(setting: Setting) -> Step:
     pair = (Probe(),) * (2 * setting.samples)
 
     def step(number: int) -> Scores:
-        engine.expect(lambda: setting.batch)
+        engine.expect(lambda: (setting.batch, pair))
         return engine.score(setting.batch, pair)
 
     return step

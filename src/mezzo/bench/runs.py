@@ -50,6 +50,7 @@ def bench(
     rounds: int = 7,
     sweep: str = "",
     show: Callable[[str], None] = lambda text: None,
+    published: bool = True,
 ) -> Report:
     """Time the contenders of every setting, all in this process; `show` gets a line as each setting begins."""
     given = {name: value for name, value in options.items() if value is not None}
@@ -68,11 +69,11 @@ def bench(
         case = Case(config, model.strip().removeprefix("mezzo/"), config.batch_size or 16, length, config.samples)
         for one in GROWTH[sweep](case) if sweep else (case,):
             show(f"{one.model}, batch {one.batch_size}, length {one.length}, {one.samples} direction(s) …")
-            rows += _compared(one, spaces, spread, rounds)
+            rows += _compared(one, spaces, spread, rounds, published)
     return Report(tuple(rows))
 
 
-def _compared(case: Case, spaces: list[tuple[str, str]], spread: float, rounds: int) -> list[Row]:
+def _compared(case: Case, spaces: list[tuple[str, str]], spread: float, rounds: int, published: bool) -> list[Row]:
     # Imported late: a mistake in the options is told before torch has loaded.
     import torch
 
@@ -97,10 +98,11 @@ def _compared(case: Case, spaces: list[tuple[str, str]], spread: float, rounds: 
         device,
     )
     makers = {
-        "published, padded as released": partial(contenders.published, setting, dynamic=False),
-        "published, padded dynamically": partial(contenders.published, setting, dynamic=True),
-        BARE: partial(contenders.bare, setting),
+        f"published, padded {how}": partial(contenders.published, setting, dynamic=dynamic)
+        for how, dynamic in (("as released", False), ("dynamically", True))
+        if published
     }
+    makers[BARE] = partial(contenders.bare, setting)
     with ExitStack() as stack:
         for kind, noise in spaces:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

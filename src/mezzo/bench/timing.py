@@ -13,7 +13,8 @@ import torch
 from mezzo.bench.contenders import Step
 from mezzo.bench.memory import Memory
 
-WARM_UP = 3
+WARM_UP = {"cpu": 3, "cuda": 6}
+"""Steps until everything is compiled and captured, an update together with the forward behind it last of all."""
 SAMPLE_SECONDS = 0.05
 MOST_STEPS = 20
 
@@ -25,7 +26,7 @@ class Timed:
     step: Step
     peak_mib: float
     each: int
-    number: int = WARM_UP
+    number: int
     ms: list[float] = field(default_factory=list)
 
     def run(self, device: torch.device) -> None:
@@ -68,9 +69,9 @@ def _warm(make: Callable[[], Step], device: torch.device) -> Timed:
     with Memory(device) as weights:
         step = make()
     with Memory(device) as steps:
-        for number in range(WARM_UP):
+        for number in range(WARM_UP[device.type]):
             began = now(device)
             step(number)
             took = now(device) - began
     each = 1 if device.type == "cpu" else max(1, min(MOST_STEPS, math.ceil(SAMPLE_SECONDS / took)))
-    return Timed(step, (weights.kept + steps.peak) / 2**20, each)
+    return Timed(step, (weights.kept + steps.peak) / 2**20, each, WARM_UP[device.type])

@@ -148,6 +148,7 @@ def _bench(verbs: Verbs) -> None:
     verb.add_argument("--spread", type=float, default=0.0, metavar="S", help="lengths vary by this share [0]")
     verb.add_argument("--rounds", type=int, default=7, metavar="R", help="turns of every contender, at least 5 [7]")
     verb.add_argument("--sweep", default="", metavar="W", help="show growth with batch, length, population or model")
+    verb.add_argument("--no-published", action="store_true", help="leave out the published recipe, which takes longest")
     _options(verb, BENCH_OPTIONS)
 
 

@@ -183,6 +183,7 @@ def bench(options: Namespace) -> Any:
         options.rounds,
         options.sweep,
         show=lambda text: print(text, file=sys.stderr, flush=True),
+        published=not options.no_published,
     )
     _show(options, str(found))
     return found.to_list()

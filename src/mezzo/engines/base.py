@@ -122,6 +122,6 @@ class Workers(Protocol):
 
 @runtime_checkable
 class Foresighted(Protocol):
-    """An engine that prepares a batch while its device is busy with the one before."""
+    """An engine that prepares a batch and its probes while its device is busy with those before."""
 
-    def expect(self, batch: Callable[[], Batch]) -> None: ...
+    def expect(self, question: Callable[[], tuple[Batch, Sequence[Probe]]]) -> None: ...

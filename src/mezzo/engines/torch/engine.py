@@ -95,7 +95,7 @@ class TorchEngine:
         self._words: dict[tuple[int, ...], Tensor] = {}
         self.graphs: Graphs | None = None
         self.at_close: Callable[[], None] = lambda: None
-        self._expected: Callable[[], Batch] | None = None
+        self._expected: Callable[[], tuple[Batch, Sequence[Probe]]] | None = None
         self._laid_out: tuple[Batch, list[Rows]] | None = None
         layers.attach(self.model, self.population, space.scaling)
         prefix.attach(self.model, self.population, self.stated.get)
@@ -112,27 +112,32 @@ class TorchEngine:
         out = np.full((len(probes), len(batch), self.width(batch)), -np.inf, dtype=np.float32)
         shared = self.share_prompts and self.causal and batch.readout.kind == "candidates"
         groups = [] if shared else self._packed(batch)
-        for first in range(0, len(probes), self.unit.members):
-            chunk = probes[first : first + self.unit.members]
-            here = out[first : first + len(chunk)]
-            point = Point(tuple(chunk), self.device)
-            with self._memory_explained(len(chunk)):
-                if self.graphs is not None and not shared and not self.trunk and len(point.seeds) <= 1:
-                    self.graphs.score(groups, batch, point, here)
-                else:
-                    self._score_plainly(groups, batch, point, here)
+        points = self._points(probes)
+        with self._memory_explained(min(len(probes), self.unit.members)):
+            if self.graphs is not None and not shared and not self.trunk and all(len(p.seeds) <= 1 for p in points):
+                self.graphs.score(groups, batch, points, out)
+            else:
+                for number, point in enumerate(points):
+                    first = number * self.unit.members
+                    self._score_plainly(groups, batch, point, out[first : first + len(point.probes)])
         return out
 
-    def expect(self, batch: Callable[[], Batch]) -> None:
-        """Say which batch comes after the next one scored: it is prepared while the device is busy with that one."""
-        self._expected = batch
+    def expect(self, question: Callable[[], tuple[Batch, Sequence[Probe]]]) -> None:
+        """Say which batch and probes come after the next ones: they are prepared while the device is busy with those."""
+        self._expected = question
 
     def prepare_expected(self) -> None:
-        """The device is busy: a good moment to lay out what comes next."""
+        """The device is busy: a good moment to lay out what comes next, and to send it there."""
         if self._expected is not None:
-            batch, self._expected = self._expected(), None
+            (batch, probes), self._expected = self._expected(), None
             if self._laid_out is None or self._laid_out[0] is not batch:
                 self._laid_out = batch, self._pack(batch)
+            if self.graphs is not None and len(self._laid_out[1]) == 1:
+                self.graphs.send(self._laid_out[1][0], batch, self._points(probes)[0])
+
+    def _points(self, probes: Sequence[Probe]) -> list[Point]:
+        size = self.unit.members
+        return [Point(tuple(probes[first : first + size]), self.device) for first in range(0, len(probes), size)]
 
     def _packed(self, batch: Batch) -> list[Rows]:
         if self._laid_out is None or self._laid_out[0] != batch:
@@ -146,6 +151,7 @@ class TorchEngine:
 
     def _score_plainly(self, groups: Sequence[Rows], batch: Batch, point: Point, out: Scores) -> None:
         """One micro-batch after the other; no groups: prompts whose candidates share them."""
+        self.settle()
         with self.population.at(point):
             for rows in groups:
                 scores = self.forward(rows, batch).reshape(len(point.probes), -1, *rows.tail)
@@ -178,11 +184,17 @@ class TorchEngine:
         else:
             self.graphs.replay(updates)
 
+    def settle(self) -> None:
+        """Launch what was applied and waits for the next forward: before anybody but a graph looks at the weights."""
+        if self.graphs is not None:
+            self.graphs.settle()
+
     @torch.no_grad()
     def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[tuple[int, ...]]]:
         """Greedy continuations by the model's own `generate`, every row at its own probe."""
         if not self.causal:
             raise ModelError(f"{type(self.model).__name__} is not a causal model: it cannot generate text")
+        self.settle()
         out: list[list[tuple[int, ...]]] = []
         for first in range(0, len(probes), self.unit.members):
             with self.population.at(probes[first : first + self.unit.members]):
@@ -191,12 +203,14 @@ class TorchEngine:
 
     def state(self) -> dict[str, npt.NDArray[np.generic]]:
         """The trained values in float32, which holds those of every type: NumPy has no bfloat16."""
+        self.settle()
         return {t.name: self.population.value(t.name).float().cpu().numpy().copy() for t in self.trained}
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, npt.NDArray[np.generic]]) -> None:
         if set(tensors) != {t.name for t in self.trained}:
             raise JournalError("the tensors do not belong to this run: their names differ")
+        self.settle()
         for trained in self.trained:
             value = self.population.value(trained.name)
             if tuple(tensors[trained.name].shape) != trained.shape:
@@ -204,6 +218,7 @@ class TorchEngine:
             value.copy_(torch.from_numpy(np.ascontiguousarray(tensors[trained.name])))
 
     def digest(self) -> str:
+        self.settle()
         return catalog.digest_of((t.name, self.population.value(t.name)) for t in self.trained)
 
     def describe(self) -> dict[str, Any]:
@@ -233,9 +248,13 @@ class TorchEngine:
             raise ConfigError("a prefix is not part of a model's weights: export the adapter instead")
         if self.quantized:
             raise ConfigError("a quantised base cannot take in what was trained: export the adapter instead")
-        twin = copy.deepcopy(self.model)
+        self.settle()
+        twin = copy.deepcopy(self.model, {id(self): self})  # hooks lead to this engine: it is not part of the copy
         for module in twin.modules():
             module.__dict__.pop("forward", None)
+            for key, hook in list(module._forward_hooks.items()):
+                if getattr(hook, "__self__", None) is self:
+                    del module._forward_hooks[key]
         for name, parameter in twin.named_parameters():
             delta = self.lora_delta(name)
             moved = parameter.data.clone() if delta is None else parameter.data + delta
@@ -255,6 +274,7 @@ class TorchEngine:
         """Refuse a model that the population forward gets wrong, or a space that no perturbation can train."""
         from mezzo.engines.torch.check import self_check
 
+        self.settle()
         self_check(self, batch, eps)
 
     # ---- making the trained tensors

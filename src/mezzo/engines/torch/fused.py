@@ -1,8 +1,9 @@
-"""`plain`'s work on a GPU: noise, perturbation and update of a tensor in one kernel each. Same weights, bit for bit."""
+"""`plain`'s work on a GPU: noise, perturbation and update in few kernels. Same weights, bit for bit."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from mezzo import noise, rounding
-from mezzo.engines.torch import kernels
+from mezzo.engines.torch import kernels, matrices
 from mezzo.engines.torch.flat import Flat
+from mezzo.engines.torch.layouts import Group, Matrix, Run, Signs, groups_of
 from mezzo.engines.torch.noise import ALIGN, NoiseSource, quantiles
 from mezzo.engines.torch.plain import Plain
 from mezzo.engines.torch.points import Move, Point, words_on
@@ -21,8 +23,12 @@ LARGEST_RANK = 32
 """Signs of a factor's row that fit into the kernel's number; noise of a higher rank is left to plain torch."""
 KINDS = {"rademacher": kernels.SIGNS, "gaussian": kernels.NORMALS}
 TYPES = {torch.float32: kernels.FLOAT32, torch.bfloat16: kernels.BFLOAT16, torch.float16: kernels.FLOAT16}
-PERTURB = UPDATE = {"R": 128, "num_warps": 4}
+FLAT = {"R": 128, "num_warps": 4}
 """Rows of 64 elements a program: as many as it has threads, so that each makes the noise of one row."""
+MATRIX = {"R": 32, "num_warps": 4}
+"""A quarter of the rows where their signs are in memory: each thread makes the rounding bits of sixteen elements."""
+WHOLE = ALIGN * matrices.WORDS
+"""Matrices whose sizes are multiples of this many elements have their signs side by side without a gap."""
 EXACT = {"enable_fp_fusion": False}
 """A product and a sum are two roundings, as everywhere else."""
 
@@ -83,6 +89,10 @@ class Fused(Plain):
     def __init__(self, source: DeviceNoise) -> None:
         super().__init__(source)
         self._tables: weakref.WeakKeyDictionary[Flat, tuple[Tensor, Tensor]] = weakref.WeakKeyDictionary()
+        self._plans: dict[tuple[tuple[str, int], ...], list[Group]] = {}
+        self._keys: dict[tuple[str, ...], Tensor] = {}
+        self._shared: dict[str, Signs] = {}
+        self._made: tuple[Signs, Point, Tensor] | None = None
 
     def small_members(self, flat: Flat, point: Point) -> Tensor:
         out = torch.empty(len(point.probes), flat.values.numel(), device=self.source.device)
@@ -93,83 +103,98 @@ class Fused(Plain):
     def members(self, trained: Trained, value: Tensor, point: Point, out: Tensor) -> None:
         if trained.rank or not point.seeds:
             super().members(trained, value, point, out)
+        elif point.single:
+            self.joint_members([trained], value, point, out)
         else:
             self._perturb(value, out, self.source.keys(trained.name), None, point)
 
+    def joint_members(self, trained: Sequence[Trained], value: Tensor, point: Point, out: Tensor) -> None:
+        """Matrices of one shape that lie side by side in `value`, at every member: out[P, *value.shape]."""
+        assert len(trained) == 1 or value.numel() % (len(trained) * WHOLE) == 0
+        count, rows = value.numel(), -(-value.numel() // len(trained) // ALIGN)
+        keys = self._keys_of(trained)
+        if self.source.kind == "rademacher":
+            held, made = self._signs_of(trained, point)
+            signs, shape = made[0, held.at[trained[0].name] :], MATRIX
+        else:
+            signs, shape = keys, FLAT
+        matrices.perturb[_grid(count, shape)](
+            value, out, count, rows, signs, keys, point.keys, point.scales, quantiles(self.source.device),
+            MEMBERS=len(point.probes), KIND=KINDS[self.source.kind], **shape, **EXACT,
+        )  # fmt: skip
+
+    def share_signs(self, groups: Sequence[Sequence[tuple[str, int]]]) -> None:
+        """Make the signs of all tensors of a group when those of one are wanted: they will be next."""
+        for named in groups:
+            signs = Signs(named, self.source.device)
+            self._shared |= dict.fromkeys(signs.at, signs)
+
+    def begin(self, point: Point) -> None:
+        self._made = None
+
     def move_small(self, flat: Flat, move: Move) -> None:
         keys, index = self._table(flat)
-        self._update(flat.values, keys, index, flat.decay, move)
+        value = flat.values
+        kernels.update[_grid(value.numel(), FLAT)](
+            _patterns(value), value.numel(), keys, index, move.keys, move.coefs, quantiles(self.source.device),
+            TERMS=len(move.update.terms), KIND=KINDS[self.source.kind], DECAY=flat.decay, DTYPE=TYPES[value.dtype],
+            **FLAT, **EXACT,
+        )  # fmt: skip
 
     def move(self, trained: Trained, value: Tensor, move: Move) -> None:
-        if trained.rank > LARGEST_RANK:
-            super().move(trained, value, move)
-        else:
-            self._update(value, self.source.keys(trained.name), None, trained.decay, move, trained)
+        self.move_all([(trained, value)], move)
+
+    def move_all(self, every: Sequence[Matrix], move: Move) -> None:
+        """Matrices of one shape in one launch: many small launches would leave most of a GPU idle."""
+        for trained, value in every:
+            if trained.rank > LARGEST_RANK:
+                super().move(trained, value, move)
+        mine = [matrix for matrix in every if matrix[0].rank <= LARGEST_RANK]
+        key = tuple((trained.name, value.data_ptr()) for trained, value in mine)
+        if key not in self._plans:
+            self._plans.clear()  # tensors that moved will not come back
+            self._plans[key] = groups_of(mine, self.source.device)
+        for group in self._plans[key]:
+            gaussian = self.source.kind == "gaussian" and isinstance(group.signs, Signs)
+            made = move.keys if gaussian else group.signs.made(move.keys, len(move.update.terms))
+            for run in group.runs:
+                self._update(run, made, move)
+
+    def _update(self, run: Run, made: Tensor, move: Move) -> None:
+        rank, value = run.trained.rank, run.base
+        kind = kernels.FACTORS if rank else KINDS[self.source.kind]
+        shape = FLAT if kind == kernels.NORMALS else MATRIX
+        lines, width = run.trained.shape if rank else (1, ALIGN)
+        matrices.update[(*_grid(value.numel(), shape), run.matrices)](
+            _patterns(value), value.numel(), run.entries, move.keys, move.coefs, quantiles(self.source.device),
+            made, made.shape[-1], lines, width, float(np.float32(1 / np.sqrt(rank))) if rank else 1.0,
+            RANK=rank, ALIGNED=width % ALIGN == 0, TERMS=len(move.update.terms), KIND=kind, DECAY=run.trained.decay,
+            DTYPE=TYPES[value.dtype], **shape, **EXACT,
+        )  # fmt: skip
 
     def _perturb(self, value: Tensor, out: Tensor, keys: Tensor, index: Tensor | None, point: Point) -> None:
         count = value.numel()
-        kernels.perturb[_grid(count, PERTURB)](
-            value,
-            out,
-            count,
-            keys,
-            keys if index is None else index,
-            point.keys,
-            point.scales,
-            quantiles(self.source.device),
-            MEMBERS=len(point.probes),
-            TERMS=len(point.seeds),
-            KIND=KINDS[self.source.kind],
-            FLAT=index is not None,
-            **PERTURB,
-            **EXACT,
-        )
+        kernels.perturb[_grid(count, FLAT)](
+            value, out, count, keys, keys if index is None else index, point.keys, point.scales,
+            quantiles(self.source.device), MEMBERS=len(point.probes), TERMS=len(point.seeds),
+            KIND=KINDS[self.source.kind], FLAT=index is not None, **FLAT, **EXACT,
+        )  # fmt: skip
 
-    def _update(
-        self,
-        value: Tensor,
-        keys: Tensor,
-        index: Tensor | None,
-        decay: bool,
-        move: Move,
-        trained: Trained | None = None,
-    ) -> None:
-        count, rank = value.numel(), trained.rank if trained else 0
-        left = right = keys
-        rows = width = 1
-        if trained and rank:
-            rows, width = trained.shape
-            left, right = self._factors(rows, keys[2:], move, rank), self._factors(width, keys[3:], move, rank)
-        kernels.update[_grid(count, UPDATE)](
-            value if value.dtype == torch.float32 else value.view(torch.int16),
-            count,
-            keys,
-            keys if index is None else index,
-            move.keys,
-            move.coefs,
-            quantiles(self.source.device),
-            left,
-            right,
-            rows,
-            width,
-            rank,
-            float(np.float32(1 / np.sqrt(rank))) if rank else 1.0,
-            ALIGNED=width % ALIGN == 0,
-            TERMS=len(move.update.terms),
-            KIND=kernels.FACTORS if rank else KINDS[self.source.kind],
-            FLAT=index is not None,
-            DECAY=decay,
-            DTYPE=TYPES[value.dtype],
-            **UPDATE,
-            **EXACT,
-        )
+    def _signs_of(self, trained: Sequence[Trained], point: Point) -> tuple[Signs, Tensor]:
+        """The signs of these tensors at a point of one direction, made for all that share their group."""
+        if trained[0].name not in self._shared:
+            self.share_signs([[(one.name, one.shape[0] * one.shape[1]) for one in trained]])
+        signs = self._shared[trained[0].name]
+        if self._made is None or self._made[0] is not signs or self._made[1] is not point:
+            self._made = None  # let go of the ones before first
+            self._made = signs, point, signs.made(point.keys, 1)
+        return signs, self._made[2]
 
-    def _factors(self, count: int, keys: Tensor, move: Move, rank: int) -> Tensor:
-        terms, size = len(move.update.terms), 128
-        out = torch.empty(max(1, terms), count, dtype=torch.int32, device=self.source.device)
-        if terms:
-            kernels.factor_rows[(-(-count // size), terms)](out, count, move.keys, keys, RANK=rank, B=size)
-        return out
+    def _keys_of(self, trained: Sequence[Trained]) -> Tensor:
+        names = tuple(one.name for one in trained)
+        if names not in self._keys:
+            self._keys[names] = torch.cat([self.source.keys(name) for name in names])
+        return self._keys[names]
 
     def _table(self, flat: Flat) -> tuple[Tensor, Tensor]:
         """For every row of 64 elements in a flat buffer: its tensor's keys, and its number within that tensor."""
@@ -187,3 +212,8 @@ class Fused(Plain):
 
 def _grid(count: int, shape: dict[str, Any]) -> tuple[int]:
     return (-(-count // (ALIGN * shape["R"])),)
+
+
+def _patterns(value: Tensor) -> Tensor:
+    """Sixteen-bit weights as the bit patterns that kernels round."""
+    return value if value.dtype == torch.float32 else value.view(torch.int16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 import numpy as np
@@ -14,6 +15,8 @@ from torch import Tensor
 from mezzo.engines.base import Unit
 from mezzo.engines.units import by_length
 from mezzo.types import Batch, Readout, Scores
+
+TENSORS = ("ids", "mask", "segments", "positions", "targets")
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,14 @@ class Rows:
     segments: Tensor | None
     positions: Tensor | None
     targets: Tensor | None
-    where: tuple[tuple[int, int], ...]
+    places: npt.NDArray[np.int64]
+    """[2, rows]: the examples and the candidates that rows belong to."""
     tail: tuple[int, ...]
     padded: bool
 
     @property
     def count(self) -> int:
-        return len(self.where)
+        return self.places.shape[1]
 
     def read(self, logits: Tensor, readout: Readout, words: Tensor, members: int) -> Tensor:
         """[P·rows, positions, width] → [P·rows, *tail]; `words` are the readout's, where the logits are."""
@@ -52,11 +56,16 @@ class Rows:
 
     def place(self, out: Scores, scores: npt.NDArray[np.float32]) -> None:
         """Write scores[P, rows, *tail] to their examples and candidates."""
-        examples, candidates = (list(places) for places in zip(*self.where, strict=True))
+        examples, candidates = self.places
         if self.tail:
             out[:, examples] = scores
         else:
             out[:, examples, candidates] = scores
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
+        """Of all the tensors, in the order of `TENSORS`."""
+        return tuple(None if (value := getattr(self, name)) is None else tuple(value.shape) for name in TENSORS)
 
 
 def pack(batch: Batch, unit: Unit, pad_id: int) -> list[Rows]:
@@ -118,7 +127,7 @@ def _rows(units: Sequence[_Sequence], readout: Readout, pad_to: int, pad_id: int
         segments=padded(segments, length, 0) if segments else None,
         positions=padded([unit.positions for unit in units], None, 0) if readout.kind != "head" else None,
         targets=padded([unit.targets for unit in units], None, -1) if readout.kind == "candidates" else None,
-        where=tuple(unit.where for unit in units),
+        places=np.array([unit.where for unit in units], dtype=np.int64).T,
         tail=(width,) if width else (),
         padded=bool(lengths.min() < length),
     )

@@ -42,12 +42,17 @@ def lanes(seed, key, row, R: tl.constexpr):
 
 
 @triton.jit
-def ones_of(bits):
-    """How many bits of an unsigned 32-bit number are set."""
+def ones_of_bytes(bits):
+    """How many bits are set in each of the four bytes of an unsigned 32-bit number."""
     bits = bits - ((bits >> 1) & 0x55555555)
     bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
-    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
-    return (bits + (bits >> 8) + (bits >> 16) + (bits >> 24)) & 0xFF
+    return (bits + (bits >> 4)) & 0x0F0F0F0F
+
+
+@triton.jit
+def ones_of(bits):
+    """How many bits of an unsigned 32-bit number are set."""
+    return (ones_of_bytes(bits) * 0x01010101) >> 24
 
 
 @triton.jit
@@ -62,26 +67,11 @@ def scaled_noise(scale, seed, key, row, table, KIND: tl.constexpr, R: tl.constex
 
 
 @triton.jit
-def scaled_product(scale, row, real, left, right, rows, width, rank, ALIGNED: tl.constexpr):
-    """[R, 64]: scale·U·Vᵀ; `left` and `right` hold the signs of a factor's row as the bits of one number.
-
-    In an ALIGNED matrix, whose rows are multiples of 64 elements, one of our rows lies in one row of the matrix.
-    """
-    lane = tl.arange(0, ROW)[None, :]
-    if ALIGNED:
-        per_line = width // ROW
-        line = row.to(tl.int32) // per_line
-        u = tl.load(left + line, mask=line < rows, other=0)[:, None]
-        v = tl.load(right + ((row.to(tl.int32) - line * per_line) * ROW)[:, None] + lane, mask=real, other=0)
-    else:
-        first = row.to(tl.int64) * ROW
-        line = first // width
-        place = (first - line * width).to(tl.int32)[:, None] + lane
-        over = place // width
-        u = tl.load(left + line[:, None] + over, mask=real, other=0)
-        v = tl.load(right + place - over * width, mask=real, other=0)
-    differ = ones_of((u ^ v).to(tl.uint32, bitcast=True)).to(tl.int32)
-    return scale * (rank - 2 * differ).to(tl.float32)
+def signed(scale, signs, R: tl.constexpr):
+    """[R, 64]: ±scale; `signs` [R, 8] holds the bits of a row as bytes."""
+    shift = (31 - tl.arange(0, 8)).to(tl.uint32)
+    flip = (signs.to(tl.uint32)[:, :, None] << shift[None, None, :]) & 0x80000000
+    return tl.reshape(flip ^ scale.to(tl.uint32, bitcast=True), [R, ROW]).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -99,6 +89,17 @@ def rounded(values, random, DTYPE: tl.constexpr):
         found = tl.where(found > 0x7C00, 0x7C00, found)
         found = tl.where(size > 0x7F800000, 0x7E00, found) | ((pattern >> 16) & 0x8000)
     return found.to(tl.uint16).to(tl.int16, bitcast=True)
+
+
+@triton.jit
+def widened(held, DTYPE: tl.constexpr):
+    """Stored weights in float32; those of sixteen bits come as bit patterns."""
+    if DTYPE == FLOAT32:
+        return held
+    elif DTYPE == BFLOAT16:
+        return (held.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return held.to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -151,59 +152,25 @@ def perturb(
             tl.store(out + member * count + at, moved.to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit(do_not_specialize=["rows", "width", "rank"])
-def update(
-    value,
-    count,
-    keys,
-    index,
-    seeds,
-    coefs,
-    table,
-    left,
-    right,
-    rows,
-    width,
-    rank,
-    unit,
-    ALIGNED: tl.constexpr,
-    TERMS: tl.constexpr,
-    KIND: tl.constexpr,
-    FLAT: tl.constexpr,
-    DECAY: tl.constexpr,
-    DTYPE: tl.constexpr,
-    R: tl.constexpr,
-):
-    """θ ← fl(keep·θ), then fl(θ − fl(c·z)) a term at a time, in place. Sixteen-bit weights come as int16 bit patterns.
-
-    Low-rank factors of term k are left[k, :rows] and right[k, :width], and `unit` is their 1/√r.
-    """
-    at, real, key, round_key, row = rows_of(keys, index, count, FLAT, R)
+@triton.jit
+def update(value, count, keys, index, seeds, coefs, table, TERMS: tl.constexpr, KIND: tl.constexpr, DECAY: tl.constexpr,
+           DTYPE: tl.constexpr, R: tl.constexpr):  # fmt: skip
+    """θ ← fl(keep·θ), then fl(θ − fl(c·z)) a term at a time, in place, for a flat buffer; matrices have `matrices.update`."""
+    at, real, key, round_key, row = rows_of(keys, index, count, True, R)
     held = tl.load(value + at, mask=real, other=0)
-    if DTYPE == FLOAT32:
-        acc = held
-    elif DTYPE == BFLOAT16:
-        acc = (held.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        acc = held.to(tl.float16, bitcast=True).to(tl.float32)
+    acc = widened(held, DTYPE)
     if DECAY:
         acc = acc * tl.load(coefs)
     for term in range(TERMS):
         seed = tl.load(seeds + term).to(tl.uint64, bitcast=True)
         coef = tl.load(coefs + 1 + term)
-        if KIND == FACTORS:
-            step = scaled_product(
-                coef * unit, row, real, left + term * rows, right + term * width, rows, width, rank, ALIGNED
-            )
-        else:
-            step = scaled_noise(coef, seed, key, row, table, KIND, R)
+        step = scaled_noise(coef, seed, key, row, table, KIND, R)
         acc = tl.where(coef != 0.0, acc - step, acc)  # −0 would not survive −0 − (−0)
     if DTYPE == FLOAT32:
         tl.store(value + at, acc, mask=real)
     else:
         seed = tl.load(seeds).to(tl.uint64, bitcast=True)
-        random = lanes(seed, round_key, row, R)
-        tl.store(value + at, rounded(acc, random, DTYPE), mask=real)
+        tl.store(value + at, rounded(acc, lanes(seed, round_key, row, R), DTYPE), mask=real)
 
 
 @triton.jit(do_not_specialize=["count", "first", "per_row"])
@@ -219,20 +186,3 @@ def words(out, count, first, rows, per_row, seeds, keys, PICKED: tl.constexpr, B
         number = place + first
     found = word(seed, key, number.to(tl.uint64))
     tl.store(out + place, found.to(tl.int64, bitcast=True), mask=place < count)
-
-
-@triton.jit(do_not_specialize=["count"])
-def factor_rows(out, count, seeds, keys, RANK: tl.constexpr, B: tl.constexpr):
-    """out[k, i]: the RANK signs of row i of a low-rank factor under seed k, as bits of one number."""
-    place = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
-    term = tl.program_id(1)
-    seed = tl.load(seeds + term).to(tl.uint64, bitcast=True)
-    key = tl.load(keys).to(tl.uint64, bitcast=True)
-    bit = place.to(tl.uint64) * RANK
-    shift = bit % 64
-    found = word(seed, key, bit // 64) >> shift
-    if 64 % RANK != 0:  # a row may begin in one word and end in the next
-        over = word(seed, key, bit // 64 + 1) << ((64 - shift) % 64)
-        found = tl.where(shift > 64 - RANK, found | over, found)
-    found = (found & ((1 << RANK) - 1)).to(tl.uint32)
-    tl.store(out + term * count + place, found.to(tl.int32, bitcast=True), mask=place < count)

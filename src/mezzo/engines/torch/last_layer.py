@@ -34,7 +34,7 @@ IMPLEMENTATIONS = ("sdpa", "eager")
 def attach(model: nn.Module, population: Population, aside: Sequence[nn.Module] = ()) -> None:
     """Override the last layer where that is known to be exact, and it is not one of those that step aside."""
     config: Any = model.config
-    layer = _last_layer(model)
+    layer = last_of(model)
     if layer is None or layer in aside or config._attn_implementation not in IMPLEMENTATIONS:
         return
     if type(layer).__name__ in ENCODERS and not config.is_decoder:
@@ -43,7 +43,8 @@ def attach(model: nn.Module, population: Population, aside: Sequence[nn.Module] 
         _decoder(layer, population)
 
 
-def _last_layer(model: nn.Module) -> Any:
+def last_of(model: nn.Module) -> Any:
+    """The last layer of the stack, if the model has one."""
     trunk = getattr(model, "base_model", model)
     stack = getattr(getattr(trunk, "encoder", trunk), "layer", None) or getattr(trunk, "layers", None)
     return stack[-1] if isinstance(stack, nn.ModuleList) and len(stack) else None

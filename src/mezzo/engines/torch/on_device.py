@@ -9,6 +9,7 @@ from torch import Tensor
 from mezzo.engines.torch import vectors
 from mezzo.engines.torch.flat import Flat
 from mezzo.engines.torch.fused import DeviceNoise, Fused
+from mezzo.engines.torch.layouts import portions
 from mezzo.engines.torch.noise import ALIGN
 from mezzo.engines.torch.points import Point
 from mezzo.engines.torch.streams import Streams, moved_rows
@@ -28,8 +29,8 @@ class OnDevice(Fused):
         self.factor_at: dict[str, int] = {}
         """Where the factor `NAME/U` or `NAME/V` of a tensor begins in `factor_noise`."""
 
-    def prepare(self, trained: list[Trained], flats: list[Flat]) -> None:
-        """Room for the noise of LoRA's factors and of the factors of low-rank noise."""
+    def prepare(self, trained: list[Trained], flats: list[Flat], large: dict[str, Tensor]) -> None:
+        """Room for the noise of LoRA's factors and of the factors of low-rank noise; matrices whose signs are made together."""
         for flat in flats:
             if any(slot.trained.kind in ("lora_A", "lora_B") for slot in flat.slots):
                 streams = Streams(self.source.kind, flat.named, self.source.device, self.compute)
@@ -45,6 +46,8 @@ class OnDevice(Fused):
                 end += -(-size * one.rank // ALIGN) * ALIGN
         if named:
             self._thin = Streams("rademacher", named, self.source.device, self.compute)
+        dense = [(t, large[t.name]) for t in trained if t.name in large and not t.rank and t.kind != "embedding"]
+        self.share_signs([[(t.name, value.numel()) for t, value in part] for part in portions(dense)])
 
     @property
     def factor_noise(self) -> Tensor:
@@ -56,6 +59,7 @@ class OnDevice(Fused):
         return self._lora[id(flat)][2]
 
     def begin(self, point: Point) -> None:
+        super().begin(point)
         if not point.single:
             return
         for flat, streams, parts in self._lora.values():

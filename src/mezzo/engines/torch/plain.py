@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -63,6 +63,11 @@ class Plain:
                 if not probe.terms:
                     row.copy_(base)
 
+    def joint_members(self, trained: Sequence[Trained], value: Tensor, point: Point, out: Tensor) -> None:
+        """Matrices of one shape that lie below each other in `value`, at every member: out[P, *value.shape]."""
+        for one, own, room in zip(trained, value.chunk(len(trained)), out.chunk(len(trained), 1), strict=True):
+            self.members(one, own, point, room)
+
     def moved_rows(self, trained: Trained, value: Tensor, ids: Tensor, point: Point) -> Tensor:
         """[P, *ids.shape, width] in float32: rows of a matrix at every member, without touching the others."""
         if trained.rank:
@@ -93,6 +98,11 @@ class Plain:
         move_values(
             flat.values, flat.decay, move.update, lambda seed: self._flat_noise(flat, seed), bits, self._signs_only
         )
+
+    def move_all(self, every: Sequence[tuple[Trained, Tensor]], move: Move) -> None:
+        """Matrices after the move, in place."""
+        for trained, value in every:
+            self.move(trained, value, move)
 
     def move(self, trained: Trained, value: Tensor, move: Move) -> None:
         """A matrix after the move, in place."""

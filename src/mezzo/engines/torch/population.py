@@ -44,8 +44,8 @@ class Population:
         self.large = {t.name: v.detach().contiguous() for t, v in tensors if is_large(t, v)}
         self.flats = flats_of([(t, v) for t, v in tensors if t.name not in self.large])
         self._views = {slot.trained.name: flat.view(slot) for flat in self.flats for slot in flat.slots}
-        self._scratch = torch.empty(0)
-        self._small: dict[str, Tensor] = {}
+        self.scratch = torch.empty(0)
+        self._small: dict[str, Tensor] | None = None
         self.point = Point((), source.device)
         self.rows = 0
         self.length = 0
@@ -84,8 +84,7 @@ class Population:
     def move(self, move: Move) -> None:
         for flat in self.flats:
             self.work.move_small(flat, move)
-        for name, tensor in self.large.items():
-            self.work.move(self.trained[name], tensor, move)
+        self.work.move_all([(self.trained[name], tensor) for name, tensor in self.large.items()], move)
 
     # ---- the members of a forward
 
@@ -95,12 +94,11 @@ class Population:
         self.point = point if isinstance(point, Point) else Point(tuple(point), self.source.device)
         if self.perturbed:
             self.work.begin(self.point)
-        self._small = self._small_members() if self.perturbed else {}
         try:
             yield
         finally:
             self.diverged, self.point = False, Point((), self.source.device)
-            self._small, self.rows, self.length, self.words, self.gather = {}, 0, 0, None, None
+            self._small, self.rows, self.length, self.words, self.gather = None, 0, 0, None, None
 
     @property
     def probes(self) -> tuple[Probe, ...]:
@@ -125,21 +123,31 @@ class Population:
 
     def member(self, name: str) -> Tensor:
         """[P, *shape] of a small tensor in float32; one row, seen P times, when nothing is perturbed."""
-        if (found := self._small.get(name)) is not None:
-            return found
+        if self.perturbed and self._small is None:
+            self._small = self._small_members()
+        if self._small and name in self._small:
+            return self._small[name]
         value = self.value(name).float()
         return value.expand(self.members, *value.shape)
 
     def member_matrix(self, name: str) -> Tensor:
         """[P, *shape] of a large tensor, in scratch that all layers share: use it before asking for another."""
-        trained, value = self.trained[name], self.large[name]
-        count = self.members * value.numel()
-        if self._scratch.numel() < count:
-            self._scratch = torch.empty(0)  # let go of the smaller one first
-            self._scratch = torch.empty(count, device=value.device, dtype=self.compute)
-        out = self._scratch[:count].view(self.members, *value.shape)
-        self.work.members(trained, value, self.point, out)
+        out = self._room(self.large[name])
+        self.work.members(self.trained[name], self.large[name], self.point, out)
         return out
+
+    def joint_matrix(self, names: Sequence[str], value: Tensor) -> Tensor:
+        """The same for dense matrices of one shape that lie below each other in `value`, in one go."""
+        out = self._room(value)
+        self.work.joint_members([self.trained[name] for name in names], value, self.point, out)
+        return out
+
+    def _room(self, value: Tensor) -> Tensor:
+        count = self.members * value.numel()
+        if self.scratch.numel() < count:
+            self.scratch = torch.empty(0)  # let go of the smaller one first
+            self.scratch = torch.empty(count, device=value.device, dtype=self.compute)
+        return self.scratch[:count].view(self.members, *value.shape)
 
     def member_rows(self, name: str, ids: Tensor) -> Tensor:
         """[P, *ids.shape, width] in float32: rows of a matrix at each member, without perturbing the rest of it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,10 @@ class Kind:
     rank: int
     factor: float
     parts: Tensor
-    """[n, size]: three parts of LoRA's factors, or one of low-rank noise."""
+
+    def factors(self, adapters: Sequence[Adapter]) -> thin.Factors:
+        up_at = torch.tensor([adapter.up for adapter in adapters], device=self.parts.device)
+        return thin.Factors(self.rank, self.factor, self.parts, tuple(a.down for a in adapters), up_at)
 
 
 def attach(model: nn.Module, population: Population, scaling: float) -> None:
@@ -48,7 +51,7 @@ def attach(model: nn.Module, population: Population, scaling: float) -> None:
         kinds: dict[tuple[int, int, int], Kind] = {}
         for own_name, module in parent.named_children():
             path = f"{parent_path}.{own_name}" if parent_path else own_name
-            found = _adapter(module, path, population, work, names, scaling)
+            found = adapter_of(module, path, population, work, names, scaling)
             if found is not None and module is not head:
                 adapter, kind = found
                 key = (adapter.module.in_features, kind.rank, len(kind.parts))
@@ -58,9 +61,10 @@ def attach(model: nn.Module, population: Population, scaling: float) -> None:
             _override(Group(tuple(adapters), kinds[key], population), adapters, population)
 
 
-def _adapter(
+def adapter_of(
     module: nn.Module, path: str, population: Population, work: OnDevice, names: dict[int, str], scaling: float
 ) -> tuple[Adapter, Kind] | None:
+    """A linear layer with thin factors that the kernels take; None where it has none, or others."""
     if type(module) is not nn.Linear or "forward" not in vars(module):
         return None  # a transposed layer, or one that has nothing to add
     found = None if module.bias is None else names[id(module.bias)]
@@ -101,11 +105,14 @@ class Group:
     """Layers of one parent: the first that is asked computes all that follow it, for whom the same input will come."""
 
     def __init__(self, adapters: tuple[Adapter, ...], kind: Kind, population: Population) -> None:
-        self.adapters, self.kind, self.population = adapters, kind, population
-        device = kind.parts.device
-        self.down_at = torch.tensor([a.down for a in adapters], device=device)
-        self.up_at = torch.tensor([a.up for a in adapters], device=device)
+        self.adapters, self.population = adapters, population
         self.runs = {first: _same_width(adapters, first) for first in range(len(adapters))}
+        self.factors = {first: kind.factors(adapters[first:]) for first in range(len(adapters))}
+        self.of_run = {
+            (run.start, run.stop): kind.factors(adapters[run.start : run.stop])
+            for runs in self.runs.values()
+            for run in runs
+        }
         self._of: Tensor | None = None
         self._ready: dict[int, Tensor] = {}
 
@@ -119,21 +126,15 @@ class Group:
         return found
 
     def _computed(self, first: int, rows: Tensor) -> dict[int, Tensor]:
-        population, kind = self.population, self.kind
+        population = self.population
         population.split(rows, self.adapters[first].path)  # says so if the rows are not the members' own
         x = rows.view(-1, rows.shape[-1])
-        t = thin.down(x, kind.parts, self.down_at[first:], population.point.scales, kind.rank, kind.factor)
+        t = thin.down(x, self.factors[first], population.point.scales)
         found: dict[int, Tensor] = {}
         for run in self.runs[first]:
             y = x.new_empty((run.stop - run.start, len(x), run.width))
-            thin.up(
-                y,
-                t[run.start - first : run.stop - first],
-                kind.parts,
-                self.up_at[run.start : run.stop],
-                kind.rank,
-                run.bias,
-            )
+            own = thin.Term(t[:, run.start - first : run.stop - first], self.of_run[run.start, run.stop])
+            thin.up(y, own, run.bias)
             for place, adapter in enumerate(self.adapters[run.start : run.stop]):
                 y[place].addmm_(x, adapter.module.weight.T)
                 if adapter.bias is not None:

@@ -7,33 +7,66 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mezzo.engines.torch.thin import NO_TERM, Term, whole
+
+FEW = 8
+"""Columns of a thin term that a norm adds: a program holds their factors in registers."""
+
 
 @triton.jit
-def _norm(x, residual, bias, gain, shift, out, bias_step, gain_step, shift_step, each, eps,
+def _norm(x, residual, bias, gain, shift, out, bias_step, gain_step, shift_step, rows, each, eps,
+          t, t_step, parts, size, at,
           WIDTH: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, SHIFT: tl.constexpr,
-          CENTRED: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    member = row // each
+          CENTRED: tl.constexpr, THIN: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
+          WIDE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     column = tl.arange(0, BLOCK)
     real = column < WIDTH
-    value = tl.load(x + row * WIDTH + column, mask=real, other=0.0).to(tl.float32)
-    if BIAS:
-        value += tl.load(bias + member * bias_step + column, mask=real, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        value += tl.load(residual + row * WIDTH + column, mask=real, other=0.0).to(tl.float32)
-    if CENTRED:
-        value = tl.where(real, value - tl.sum(value, 0) / WIDTH, 0.0)
-    value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
-    value *= tl.load(gain + member * gain_step + column, mask=real, other=0.0).to(tl.float32)
-    if SHIFT:
-        value += tl.load(shift + member * shift_step + column, mask=real, other=0.0).to(tl.float32)
-    tl.store(out + row * WIDTH + column, value.to(out.dtype.element_ty), mask=real)
+    if THIN:  # so few columns that plain multiplications beat what it takes to feed the tensor cores a few rows
+        number = tl.arange(0, THIN)
+        start = parts + tl.multiple_of(tl.load(at), 64) + number % RANK
+        if PARTS > 1:
+            start += (number // RANK) * size
+        known = real[:, None] & (number < PARTS * RANK)[None, :]
+        e = tl.load(start[None, :] + column[:, None] * RANK, mask=known, other=0.0).to(tl.float32)
+    for one in tl.static_range(ROWS):
+        row = tl.program_id(0).to(tl.int64) * ROWS + one
+        here = real & (row < rows)
+        member = row // each
+        value = tl.load(x + row * WIDTH + column, mask=here, other=0.0).to(tl.float32)
+        if THIN:
+            own = whole(t, t_step, row * WIDE + number, row + 0 * number < rows, PIECES)
+            value += tl.sum(e * own.to(tl.float32)[None, :], 1)
+        if BIAS:
+            value += tl.load(bias + member * bias_step + column, mask=here, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            value += tl.load(residual + row * WIDTH + column, mask=here, other=0.0).to(tl.float32)
+        if CENTRED:
+            value = tl.where(real, value - tl.sum(value, 0) / WIDTH, 0.0)
+        value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
+        value *= tl.load(gain + member * gain_step + column, mask=here, other=0.0).to(tl.float32)
+        if SHIFT:
+            value += tl.load(shift + member * shift_step + column, mask=here, other=0.0).to(tl.float32)
+        tl.store(out + row * WIDTH + column, value.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def gelu_of(value, EXACT: tl.constexpr):
+    """GELU by the error function. Where the outcome is rounded to sixteen bits, by a polynomial that is right to 1.5e-7
+    (Abramowitz and Stegun 7.1.26) at half the instructions."""
+    if EXACT:
+        return 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+    else:
+        size = tl.abs(value)
+        t = 1.0 / (1.0 + 0.23164188871949554 * size)
+        series = 0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))
+        return tl.maximum(value, 0.0) - size * (0.5 * t * series * tl.exp(-0.5 * value * value))
 
 
 @triton.jit
 def _add_bias(
-    y, bias, bias_step, each, WIDTH: tl.constexpr, GELU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    y, bias, bias_step, each,
+    WIDTH: tl.constexpr, GELU: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Blocks of ROWS rows belong to one member: `each` is a multiple of ROWS."""
     row = tl.program_id(0).to(tl.int64) * ROWS
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -42,7 +75,7 @@ def _add_bias(
     place = y + (row + tl.arange(0, ROWS))[:, None] * WIDTH + column[None, :]
     value = tl.load(place, mask=real[None, :], other=0.0).to(tl.float32) + vector[None, :]
     if GELU:
-        value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+        value = gelu_of(value, EXACT)
     tl.store(place, value.to(y.dtype.element_ty), mask=real[None, :])
 
 
@@ -54,8 +87,9 @@ def norm(
     residual: Tensor | None = None,
     bias: Tensor | None = None,
     centred: bool = True,
+    term: Term | None = None,
 ) -> Tensor:
-    """The norm of x + bias + residual, with each member's own bias[P, n], gain[P, n] and shift[P, n].
+    """The norm of x + bias + residual + thin term, with each member's own bias[P, n], gain[P, n] and shift[P, n].
 
     x holds equal blocks of rows of the members one after the other; `centred` is LayerNorm, else RMSNorm.
     """
@@ -64,11 +98,16 @@ def norm(
     out = torch.empty_like(x)
     block = triton.next_power_of_2(width)
     bias_or, shift_or = gain if bias is None else bias, gain if shift is None else shift
-    _norm[(rows,)](
+    assert term is None or term.columns <= FEW
+    thin = triton.next_power_of_2(term.columns) if term else 0
+    together = 4 if term else 1  # rows that share one reading of the factors
+    _norm[(triton.cdiv(rows, together),)](
         x, x if residual is None else residual, bias_or, gain, shift_or, out,
-        bias_or.stride(0), gain.stride(0), shift_or.stride(0), rows // len(gain), eps,
+        bias_or.stride(0), gain.stride(0), shift_or.stride(0), rows, rows // len(gain), eps,
+        *(term.arguments if term else (x, 0, x, 0, x)),
         WIDTH=width, BLOCK=block, RESIDUAL=residual is not None, BIAS=bias is not None, SHIFT=shift is not None,
-        CENTRED=centred, num_warps=4 if block <= 2048 else 8,
+        CENTRED=centred, THIN=thin, **(term.sizes if term else NO_TERM), ROWS=together,
+        num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
     return out
 
@@ -81,6 +120,7 @@ def add_bias(y: Tensor, bias: Tensor, gelu: bool = False) -> Tensor:
     together = next(count for count in (8, 4, 2, 1) if each % count == 0)
     block = min(512, triton.next_power_of_2(width))
     _add_bias[(rows // together, triton.cdiv(width, block))](
-        y, bias, bias.stride(0), each, WIDTH=width, GELU=gelu, ROWS=together, BLOCK=block, num_warps=4
-    )
+        y, bias, bias.stride(0), each,
+        WIDTH=width, GELU=gelu, EXACT=y.dtype == torch.float32, ROWS=together, BLOCK=block, num_warps=4,
+    )  # fmt: skip
     return y

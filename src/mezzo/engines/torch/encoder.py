@@ -1,0 +1,223 @@
+"""Whole layers of BERT-like encoders in few kernels: query, key and value by one product, and one kernel between products.
+
+At the unperturbed weights and along one direction, whatever is trained. A layer that this file does not know, or one whose
+tensors are trained in a mixture it does not know, keeps its own code with what `layers`, `thin_layers` and `blocks` override.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import GELUActivation
+
+from mezzo.engines.torch import encoder_kernels, thin, vectors
+from mezzo.engines.torch.catalog import canonical_names
+from mezzo.engines.torch.fused import WHOLE
+from mezzo.engines.torch.last_layer import ENCODERS, last_of
+from mezzo.engines.torch.on_device import OnDevice
+from mezzo.engines.torch.population import Population
+from mezzo.engines.torch.thin_layers import adapter_of
+from mezzo.space import lora_names
+
+
+def attach(model: nn.Module, population: Population, scaling: float, aside: Sequence[nn.Module] = ()) -> None:
+    """Override the forward of every layer that can be computed this way, but for those that step aside."""
+    config: Any = model.config
+    if getattr(config, "_attn_implementation", "") != "sdpa" or getattr(config, "is_decoder", False):
+        return
+    names, trimmed = canonical_names(model), last_of(model)
+    for path, module in model.named_modules():
+        if type(module).__name__ in ENCODERS and module is not trimmed and module not in aside:
+            Layer.override(module, path, population, names, scaling)
+
+
+class Product:
+    """Linear layers that read one input, as one product without bias. All are trained densely, or none is."""
+
+    def __init__(self, modules: Sequence[nn.Linear], paths: Sequence[str], population: Population,
+                 names: dict[int, str], scaling: float) -> None:  # fmt: skip
+        self.population = population
+        self.names = [names[id(module.weight)] for module in modules]
+        self.biases = [(module.bias, names[id(module.bias)]) for module in modules]
+        self.dense = all(self._is_dense(name) for name in self.names)
+        self.weight = self._together(modules)
+        assert isinstance(population.work, OnDevice)
+        adapters = [
+            None if self.dense else adapter_of(module, path, population, population.work, names, scaling)
+            for module, path in zip(modules, paths, strict=True)
+        ]
+        found = [pair for pair in adapters if pair is not None]
+        self.factors = found[0][1].factors([adapter for adapter, _ in found]) if found else None
+        numbers = iter(range(len(found)))
+        self.places = tuple(-1 if pair is None else next(numbers) for pair in adapters)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, outputs of all layers side by side]"""
+        if not (self.dense and self.population.perturbed):
+            return torch.mm(x, self.weight.T)
+        members = self.population.joint_matrix(self.names, self.weight)
+        found = torch.bmm(x.view(len(members), -1, x.shape[1]), members.mT)
+        return found.view(len(x), -1)
+
+    def bias(self, number: int = 0) -> Tensor:
+        """[P, n] of one of the layers."""
+        return _vectors(*self.biases[number], self.population)
+
+    def term(self, x: Tensor) -> thin.Term | None:
+        """The thin term of these layers for the input x, as far as it can go before the product is there."""
+        if self.factors is None or not self.population.perturbed:
+            return None
+        return thin.Term(thin.down(x, self.factors, self.population.point.scales), self.factors, self.places)
+
+    def with_term(self, x: Tensor, few: int) -> tuple[Tensor, thin.Term | None]:
+        """The product of one layer, and its term for others to add; a term of more columns than `few` is in the product."""
+        term = self.term(x)
+        if term is None or term.columns <= few:
+            return self(x), term
+        y = torch.empty((len(x), len(self.weight)), device=x.device, dtype=x.dtype)
+        thin.up(y[None], term, None)
+        return y.addmm_(x, self.weight.T), None
+
+    def _is_dense(self, name: str) -> bool:
+        return name in self.population.large and not self.population.trained[name].rank
+
+    def _together(self, modules: Sequence[nn.Linear]) -> Tensor:
+        """The weights below each other in one tensor, of which the model's own are views from now on."""
+        if len(modules) == 1:
+            return modules[0].weight.detach()
+        joint = torch.cat([module.weight.detach() for module in modules])
+        for module, name, part in zip(modules, self.names, joint.chunk(len(modules)), strict=True):
+            module.weight.data = part
+            if name in self.population.large:
+                self.population.large[name] = part
+        return joint
+
+
+class Layer:
+    """One layer: attention, residual and norm, the two products of the block and GELU between them, residual and norm."""
+
+    def __init__(self, layer: Any, path: str, population: Population, names: dict[int, str], scaling: float) -> None:
+        self.population, self.names = population, names
+        attention = layer.attention.self
+        self.heads, self.scaling = attention.num_attention_heads, attention.scaling
+        products = [
+            Product(
+                [_at(layer, name) for name in group], [f"{path}.{name}" for name in group], population, names, scaling
+            )
+            for group in PRODUCTS
+        ]
+        self.first, self.out, self.wide, self.narrow = products
+        self.norms = (layer.attention.output.LayerNorm, layer.output.LayerNorm)
+        self.lora = any(product.factors is not None and len(product.factors.parts) > 1 for product in products)
+
+    @classmethod
+    def override(cls, layer: Any, path: str, population: Population, names: dict[int, str], scaling: float) -> None:
+        """Take over a layer's forward, if all that is in it is known."""
+        if not _known(layer, path, population, names, scaling):
+            return
+        found, plain = cls(layer, path, population, names, scaling), layer.forward
+
+        def forward(hidden: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+            if found.usable(hidden, attention_mask):
+                return found.forward(hidden, attention_mask)
+            return plain(hidden, attention_mask, *args, **kwargs)
+
+        layer.forward = forward
+
+    def usable(self, hidden: Tensor, mask: Tensor | None) -> bool:
+        population = self.population
+        return (
+            bool(population.probes)
+            and (
+                population.point.single or not (population.perturbed or self.lora)
+            )  # LoRA's term is there at any point
+            and not population.diverged
+            and hidden.is_contiguous()
+            and hidden.dtype == population.compute
+            and hidden.shape[0] == population.members * population.rows
+            and hidden.shape[1] <= encoder_kernels.LONGEST[hidden.dtype]
+            and (mask is None or (mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1] == 1))
+        )
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        x = hidden.view(-1, hidden.shape[-1])
+        biases, members = (self.first.bias(0), self.first.bias(1), self.first.bias(2)), self.population.members
+        seen = encoder_kernels.attend(
+            self.first(x), biases, hidden.shape[1], self.heads, self.scaling, members, self.first.term(x), mask
+        )
+        x = self._normed(self.out, seen, x, self.norms[0])
+        wide, term = self.wide(x), self.wide.term(x)
+        if term is None:
+            vectors.add_bias(wide, self.wide.bias(), gelu=True)
+        else:
+            encoder_kernels.gelu(wide, self.wide.bias(), members, term)
+        return self._normed(self.narrow, wide, x, self.norms[1]).view(hidden.shape)
+
+    def _normed(self, product: Product, x: Tensor, residual: Tensor, norm: nn.LayerNorm) -> Tensor:
+        gain, shift = (_vectors(p, self.names[id(p)], self.population) for p in (norm.weight, norm.bias))
+        y, term = product.with_term(x, vectors.FEW)
+        return vectors.norm(y, gain, shift, norm.eps, residual, product.bias(), term=term)
+
+
+PRODUCTS = (
+    ("attention.self.query", "attention.self.key", "attention.self.value"),
+    ("attention.output.dense",),
+    ("intermediate.dense",),
+    ("output.dense",),
+)
+
+
+def _vectors(parameter: nn.Parameter, name: str, population: Population) -> Tensor:
+    """[P, n]: the members' own, or one vector seen P times."""
+    if population.perturbed and name in population.trained:
+        return population.member(name)
+    return parameter.detach().expand(population.members, -1)
+
+
+def _at(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
+
+
+def _known(layer: Any, path: str, population: Population, names: dict[int, str], scaling: float) -> bool:
+    """True for a layer all of whose parts are what this file computes."""
+    work = population.work
+    assert isinstance(work, OnDevice)
+    for name in (name for group in PRODUCTS for name in group):
+        module, trained = _at(layer, name), population.trained
+        here = f"{path}.{name}"
+        is_thin = any(one in trained for one in lora_names(f"{here}.weight")) or (
+            (own := trained.get(names.get(id(module.weight), ""))) is not None and own.rank > 0
+        )
+        if is_thin and adapter_of(module, here, population, work, names, scaling) is None:
+            return False
+    linears = [[_at(layer, name) for name in group] for group in PRODUCTS]
+    norms = (layer.attention.output.LayerNorm, layer.output.LayerNorm)
+    return (
+        not getattr(layer, "add_cross_attention", False)
+        and type(layer.intermediate.intermediate_act_fn) is GELUActivation
+        and all(type(norm) is nn.LayerNorm and norm.weight is not None and norm.bias is not None for norm in norms)
+        and all(_alike(group, population, names) for group in linears)
+    )
+
+
+def _alike(group: Sequence[Any], population: Population, names: dict[int, str]) -> bool:
+    """True where all weights are dense and large, or none is; and all biases are trained, or none is."""
+    if not all(type(one) is nn.Linear and one.bias is not None for one in group):
+        return False
+    weights = [names[id(one.weight)] for one in group]
+    biases = {names[id(one.bias)] in population.trained for one in group}
+    dense = [name in population.trained and not population.trained[name].rank for name in weights]
+    if all(dense):
+        own = all(name in population.large for name in weights)
+        if not own or (len(group) > 1 and group[0].weight.numel() % WHOLE):
+            return False
+    return (
+        len(biases) == 1
+        and (all(dense) or not any(dense))
+        and all(one.weight.dtype == population.compute and one.weight.shape == group[0].weight.shape for one in group)
+    )

@@ -1,0 +1,158 @@
+"""Encoder layers in few kernels give what plain torch gives: on a GPU, or interpreted (TRITON_INTERPRET=1) on a CPU."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mezzo.engines.torch import flat
+from mezzo.engines.torch.engine import TorchEngine
+from mezzo.space import Space
+from mezzo.types import Probe
+from tests.conftest import VOCAB, make_batch, settled
+from tests.reference import plain_scores, written
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (torch.cuda.is_available() or INTERPRETED):
+    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+PAIR = (Probe(((7, 0.02),)), Probe(((7, -0.02),)))
+TYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16, torch.float16]
+SPACES = {
+    "full": Space("full"),
+    "biases": Space("*.bias"),
+    "matrices-lowrank": Space("matrices", noise_rank=8),
+    "lora": Space("lora", rank=8, alpha=8),
+    "lora-all": Space("lora", rank=4, alpha=8, targets=("all-linear",)),
+}
+
+
+def make_three_layers(family: str = "Roberta") -> torch.nn.Module:
+    """Two layers before the last, which is computed at the readout only; as wide as joint matrices must be."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=192,
+        max_position_embeddings=66,
+        type_vocab_size=1,
+    )
+    return settled(getattr(transformers, f"{family}ForMaskedLM")(config))
+
+
+@pytest.fixture
+def layers(monkeypatch) -> list[int]:
+    """Every tensor on its own, and a count of the layers that were computed this way."""
+    from mezzo.engines.torch import encoder
+
+    monkeypatch.setattr(flat, "SMALL", 0)
+    found: list[int] = []
+    forward = encoder.Layer.forward
+
+    def counted(self: Any, *args: Any) -> Any:
+        found.append(1)
+        return forward(self, *args)
+
+    monkeypatch.setattr(encoder.Layer, "forward", counted)
+    return found
+
+
+def engine_of(model: torch.nn.Module, space: Space, kind: str) -> TorchEngine:
+    engine = TorchEngine(model, space, noise_kind=kind, seed=3, pad_id=1, device=DEVICE)
+    rng = np.random.default_rng(1)  # LoRA's B starts at zero, which would hide mistakes in A
+    engine.load_state({n: (v + rng.normal(0, 0.05, v.shape)).astype(np.float32) for n, v in engine.state().items()})
+    return engine
+
+
+@pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
+@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+@pytest.mark.parametrize("lengths", [(4, 20), (16, 17)], ids=["padded", "even"])
+def test_scores_equal_weights_written_in(layers, space, kind, lengths):
+    if space.kind == "matrices" and kind == "gaussian":
+        pytest.skip("low-rank noise has ±1 factors whatever the kind")
+    model, batch = make_three_layers(), make_batch(3, lengths=lengths)
+    pristine = copy.deepcopy(model)
+    engine = engine_of(model, space, kind)
+    layers.clear()
+    for pair in (PAIR, (Probe(), Probe())):
+        expected = [
+            plain_scores(written(pristine, engine.trained, engine.state(), kind, probe, space), batch) for probe in pair
+        ]
+        np.testing.assert_allclose(engine.score(batch, pair), expected, rtol=1e-4, atol=2e-5)
+    assert len(layers) == (2 if space.kind == "lora" else 4), "the layers that were to be tested"
+
+
+@pytest.mark.parametrize("family", ["Bert", "XLMRoberta", "Electra"])
+def test_the_other_families(layers, family):
+    model, batch = make_three_layers(family), make_batch(3)
+    pristine = copy.deepcopy(model)
+    engine = engine_of(model, SPACES["full"], "rademacher")
+    layers.clear()
+    expected = [
+        plain_scores(written(pristine, engine.trained, engine.state(), "rademacher", probe, SPACES["full"]), batch)
+        for probe in PAIR
+    ]
+    np.testing.assert_allclose(engine.score(batch, PAIR), expected, rtol=1e-4, atol=2e-5)
+    assert len(layers) == 2
+
+
+def test_weights_that_share_a_tensor_are_still_their_own(layers):
+    """Query, key and value lie in one tensor; what is saved, loaded and exported does not show it."""
+    model = make_three_layers()
+    pristine = copy.deepcopy(model)
+    engine = TorchEngine(model, SPACES["full"], device=DEVICE)
+    own = dict(pristine.named_parameters())
+    assert {t.name for t in engine.trained} <= set(own)
+    for name, value in engine.state().items():
+        np.testing.assert_array_equal(value, own[name].detach().numpy())
+    for (name, parameter), other in zip(engine.merged().named_parameters(), own.values(), strict=True):
+        assert torch.equal(parameter.cpu(), other), name
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("length", [5, 32, 64, 100])
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
+def test_attention_of_short_rows(dtype, length, masked):
+    from mezzo.engines.torch.encoder_kernels import LONGEST, attend
+
+    if length > LONGEST[dtype]:
+        pytest.skip("left to torch")
+    rng = np.random.default_rng(0)
+    rows, heads, size = 4, 2, 40
+    width = heads * size
+    y = torch.from_numpy(rng.normal(size=(rows * length, 3 * width))).to(DEVICE, dtype)
+    biases = tuple(torch.from_numpy(rng.normal(size=(2, width))).to(DEVICE, torch.float32) for _ in range(3))
+    mask = None
+    if masked:
+        lengths = torch.tensor([length, 1, length - 1, 3], device=DEVICE)
+        mask = (torch.arange(length, device=DEVICE) < lengths[:, None])[:, None, None, :]
+    found = attend(y, biases, length, heads, 0.3, members=2, mask=mask)
+    member = torch.arange(rows, device=DEVICE) // 2
+    wide = y.double().view(rows, length, 3, width) + torch.stack(biases, 1).double()[member][:, None]
+    q, k, v = wide.to(dtype).double().view(rows, length, 3, heads, size).permute(2, 0, 3, 1, 4)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
+    expected = expected.transpose(1, 2).reshape(rows * length, width)
+    allowed = 1e-6 if dtype == torch.float32 else 4e-3 if dtype == torch.float16 else 2e-2
+    assert (found.double() - expected).norm() < allowed * expected.norm()
+
+
+def test_gelu_in_sixteen_bits():
+    from mezzo.engines.torch import vectors
+
+    values = torch.linspace(-9, 9, 2**14, device=DEVICE).to(torch.float16).view(64, 256)
+    none = torch.zeros((1, 256), device=DEVICE)
+    found = vectors.add_bias(values.clone(), none, gelu=True)
+    expected = torch.nn.functional.gelu(values.double())
+    assert ((found.double() - expected).abs() <= 3e-7 + expected.abs() * 2.0**-11).all()
