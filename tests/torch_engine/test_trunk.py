@@ -65,7 +65,14 @@ def test_all_layers_are_below_a_head():
     assert engine.describe()["trunk"]["saved_share"] == 0.75
 
 
-HEADS = {"roberta": "head", "bert": "head", "distilbert": "head", "modernbert": "head", "llama": "model.norm.*", "gpt2": "*ln_f*"}
+HEADS = {
+    "roberta": "head",
+    "bert": "head",
+    "distilbert": "head",
+    "modernbert": "head",
+    "llama": "model.norm.*",
+    "gpt2": "*ln_f*",
+}
 
 
 @pytest.mark.parametrize(("family", "space"), HEADS.items())
