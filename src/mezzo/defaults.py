@@ -33,6 +33,8 @@ PUBLISHED: dict[tuple[str, str], dict[str, float]] = {
 NOISE = {"float32": "rademacher", "float16": "rademacher", "bfloat16": "lowrank"}
 
 
+SERVED = ("lora", "matrices")
+"""Spaces that SGLang trains: what it takes from outside are adapters, and matrices in place."""
 SUITABLE = ("lr", "eps", "weight_decay", "schedule", "batch_size", "steps")
 SETTINGS = "mezzo.json"
 """The file beside a model's weights that says what suits it."""
@@ -63,10 +65,12 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
 def with_defaults(config: RunConfig, family: str) -> RunConfig:
     """Every `None` among the method's options replaced: the bundled model's choice, else the published one."""
     ours = shipped(config.model)
-    asked: str = config.space or ours.get("space", "lora")
+    served = config.engine == "sglang"
+    usual = ours.get("space", "lora")
+    asked: str = config.space or ("lora" if served and usual not in SERVED else usual)
     config = config.replace(space=asked)
     space = asked if (family, asked) in PUBLISHED else "full"
-    adapters = config.engine == "sglang" and asked == "matrices"  # its probes are adapters there, which are low-rank
+    adapters = served and asked == "matrices"  # its probes are adapters there, which are low-rank
     chosen: dict[str, Any] = {
         "steps": STEPS,
         "schedule": "constant",

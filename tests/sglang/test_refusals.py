@@ -74,6 +74,12 @@ def test_matrices_get_low_rank_noise_by_default():
     assert noise == {"sglang": "lowrank", "torch": "rademacher"}
 
 
+def test_a_space_that_sglang_cannot_train_is_not_the_default_there():
+    """The bundled masked model trains its head elsewhere."""
+    spaces = {engine: with_defaults(api.resolve({"engine": engine}), "masked").space for engine in ("sglang", "torch")}
+    assert spaces == {"sglang": "lora", "torch": "head"}
+
+
 def test_options_of_sglang_without_sglang_are_refused():
     with pytest.raises(ConfigError, match="--engine sglang"):
         api.resolve({"tp": 2})
