@@ -10,9 +10,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from mezzo.cli import main
+from mezzo.cli import main, verbs
 from tests.conftest import SENTENCES
 
 ROWS = [(text, label) for label, texts in SENTENCES.items() for text in texts]
@@ -188,7 +189,7 @@ def test_a_batch_larger_than_the_data_is_said(folder, capsys):
 LITTLE_MEMORY = """
 import resource, sys
 import torch, transformers, mezzo.api
-from mezzo.cli import main
+from mezzo.cli import main, verbs
 torch.set_num_threads(1)
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (now + 400 * 2**20,) * 2)
@@ -197,9 +198,12 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
-def test_a_batch_larger_than_the_memory(tmp_path):
+@pytest.mark.parametrize("space", ["matrices", "head"])
+def test_a_batch_larger_than_the_memory(space, tmp_path):
     typed = [
         "train",
+        "--space",
+        space,
         "--batch-size",
         "900",
         "--micro-batch",
@@ -216,3 +220,12 @@ def test_a_batch_larger_than_the_memory(tmp_path):
     assert "cpu is out of memory with 900 examples and 2 probes in one forward" in done.stderr
     assert "start again with a smaller --micro-batch" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_memory_refused_anywhere_else_is_one_line(monkeypatch, capsys):
+    def refused(options):
+        np.empty(2**60)
+
+    monkeypatch.setattr(verbs, "tasks", refused)
+    assert call("tasks", "list") == 1
+    assert "mezzo: this machine is out of memory (Unable to allocate" in capsys.readouterr().err

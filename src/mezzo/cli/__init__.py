@@ -36,6 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MezzoError as error:
         print(f"mezzo: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
+    except MemoryError as error:  # outside a forward, where it is not known what would have been smaller
+        print(
+            f"mezzo: this machine is out of memory ({error}); close other programs or take a smaller model",
+            file=sys.stderr,
+        )
+        return 1
     except KeyboardInterrupt:
         print("mezzo: interrupted", file=sys.stderr)
         return 130

@@ -164,8 +164,9 @@ class TorchEngine:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            # The CPU's allocator has no class of its own for its refusals.
-            if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error):
+            # On a CPU neither torch's allocator nor oneDNN's has a class of its own for its refusals.
+            refused = any(words in str(error) for words in ("DefaultCPUAllocator", "could not create a primitive"))
+            if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or refused:
                 raise RunFailed(
                     f"{self.device} is out of memory with {self.unit.rows} examples and {members} probes in one forward; "
                     "start again with a smaller --micro-batch"
