@@ -224,7 +224,7 @@ def test_a_batch_larger_than_the_memory(space, tmp_path):
 
 def test_memory_refused_anywhere_else_is_one_line(monkeypatch, capsys):
     def refused(options):
-        np.empty(2**60)
+        np.empty(2**50, dtype=np.uint8)
 
     monkeypatch.setattr(verbs, "tasks", refused)
     assert call("tasks", "list") == 1
