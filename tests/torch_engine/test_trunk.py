@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mezzo import api
-from mezzo.engines.base import Unit
+from mezzo.engines.base import EngineSpec, Unit
+from mezzo.engines.torch import open_engine
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.engines.torch.trunk import MIB
 from mezzo.journal import read
@@ -162,3 +164,20 @@ def test_a_run_says_what_it_saved_and_its_journal_does_not_depend_on_the_size(ti
     assert last["trunk"]["saved_share"] > 0.8
     with pytest.raises(api.ConfigError, match="cache_mb cannot change"):
         api.finetune(resume=large.out, steps=31, cache_mb=0)
+
+
+def test_a_head_alone_takes_many_rows_and_one_thread_and_gives_the_threads_back(tiny_folder):
+    """By any name, not only as the space `head`; a classification head, which sees whole rows, keeps to small units."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for space, classes, rows, threads in (("lm_head.*", 0, 256, 1), ("head", 2, 16, 2), ("lora", 0, 16, 2)):
+            spec = EngineSpec(
+                tiny_folder, "masked", Space(space), 64, fewer_rows=True, classes=classes, cache_mb=1, device="cpu"
+            )
+            engine = open_engine(spec)
+            assert (engine.unit.rows, torch.get_num_threads()) == (rows, threads)
+            engine.close()
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -17,10 +17,8 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
     from mezzo.engines.torch.load import device_of, load_model
 
     device = device_of(spec.device)
-    alone = spec.space.kind == "head" and spec.cache_mb > 0
-    threads = torch.get_num_threads()
-    if spec.threads or alone:
-        torch.set_num_threads(spec.threads or HEAD_THREADS)
+    if spec.threads:
+        torch.set_num_threads(spec.threads)
     how = quantized.settings(spec.quantize, device) if spec.quantize else None
     model = load_model(
         spec.model,
@@ -38,7 +36,7 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
         model,
         spec.space,
         noise_kind=spec.noise_kind,
-        unit=unit_of(spec.rows, spec.fewer_rows, device.type, alone=alone),
+        unit=unit_of(spec.rows, spec.fewer_rows, device.type),
         seed=spec.seed,
         pad_id=spec.pad_id,
         device=device,
@@ -46,22 +44,25 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
         cache_mb=spec.cache_mb,
         base_digest=quantized.checkpoint_digest(locate(spec.model), spec.quantize) if spec.quantize else "",
     )
-    if not spec.threads:
-        engine.at_close = lambda: torch.set_num_threads(threads)
+    if engine.trunk and engine.trunk.whole and not spec.classes and device.type == "cpu":
+        if spec.fewer_rows:
+            engine.unit = Unit(rows=HEAD_ROWS)
+        if not spec.threads:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(HEAD_THREADS)
+            engine.at_close = lambda: torch.set_num_threads(threads)
     return engine
 
 
 CPU_ROWS, CPU_WASTE = 16, 0.1
 """More rows share more of what is done once a unit, and pad more; of 4, 8 and 16 in lengths equal and mixed, this is the best."""
-HEAD_ROWS, HEAD_THREADS = 1024, 1
-"""A head behind layers whose outcome is kept sees one position of each example: a whole batch is little work, and threads that
-wait for each other cost more than they bring (ten times more where another process has one of the cores)."""
+HEAD_ROWS, HEAD_THREADS = 256, 1
+"""An LM head behind layers whose outcome is kept sees one position of each example: many are little work, and threads that wait
+for each other cost more than they bring (ten times more where another process has one of the cores)."""
 
 
-def unit_of(rows: int, fewer: bool, device: str, *, alone: bool = False) -> Unit:
-    """The unit of work for `rows` examples at most; with `fewer`, as many as are fastest. `alone`: only a head runs."""
+def unit_of(rows: int, fewer: bool, device: str) -> Unit:
+    """The unit of work for `rows` examples at most; with `fewer`, as many as are fastest."""
     if device != "cpu":
         return Unit(rows=rows, pad_to=8)
-    if fewer and alone:
-        return Unit(rows=HEAD_ROWS)
     return Unit(rows=min(rows, CPU_ROWS), waste=CPU_WASTE) if fewer else Unit(rows=rows)

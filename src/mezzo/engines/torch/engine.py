@@ -131,7 +131,7 @@ class TorchEngine:
         if self._expected is not None:
             (batch, probes), self._expected = self._expected(), None
             if self._laid_out is None or self._laid_out[0] is not batch:
-                self._laid_out = batch, self._pack(batch)
+                self._laid_out = batch, pack(batch, self.unit, self.pad_id)
             if self.graphs is not None and len(self._laid_out[1]) == 1:
                 self.graphs.send(self._laid_out[1][0], batch, self._points(probes)[0])
 
@@ -141,13 +141,8 @@ class TorchEngine:
 
     def _packed(self, batch: Batch) -> list[Rows]:
         if self._laid_out is None or self._laid_out[0] != batch:
-            self._laid_out = batch, self._pack(batch)
+            self._laid_out = batch, pack(batch, self.unit, self.pad_id)
         return self._laid_out[1]
-
-    def _pack(self, batch: Batch) -> list[Rows]:
-        # States that are kept are never padded, so that lengths may differ within a group.
-        unit = replace(self.unit, waste=1.0) if self.trunk and self.trunk.whole else self.unit
-        return pack(batch, unit, self.pad_id)
 
     def _score_plainly(self, groups: Sequence[Rows], batch: Batch, point: Point, out: Scores) -> None:
         """One micro-batch after the other; no groups: prompts whose candidates share them."""
