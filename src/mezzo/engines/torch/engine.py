@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,15 +17,17 @@ from mezzo import noise
 from mezzo.engines.base import Unit
 from mezzo.engines.hub import refuse_pairs
 from mezzo.engines.torch import catalog, fast, last_layer, layers, prefix, trunk
+from mezzo.engines.torch.beginnings import Beginnings
 from mezzo.engines.torch.generation import continued
 from mezzo.engines.torch.inputs import Rows, pack, picked
+from mezzo.engines.torch.merging import merged
 from mezzo.engines.torch.noise import NoiseSource
 from mezzo.engines.torch.points import Point
 from mezzo.engines.torch.population import Population
 from mezzo.engines.torch.quantized import is_quantized
 from mezzo.engines.torch.shared import score_candidates
 from mezzo.engines.units import by_length, width_of
-from mezzo.errors import ConfigError, JournalError, ModelError, RunFailed, SpaceError
+from mezzo.errors import JournalError, ModelError, RunFailed, SpaceError
 from mezzo.space import Space, lora_names, prefix_names, select
 from mezzo.types import Batch, Probe, Readout, Scores, TensorInfo, Trained, Update
 
@@ -79,15 +79,19 @@ class TorchEngine:
         self.causal = _is_causal(model)
         self.share_prompts = True  # candidates of one prompt continue its keys and values
         self.base_digest = base_digest or catalog.digest_of(self.model.named_parameters())
-        self._stored_as = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
+        self.stored_as = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
         stored = dict(self._widened()) if self.device.type == "cpu" else {}
         self.catalogue: list[TensorInfo] = catalog.catalogue(model, catalog.used_modules(model, self._tiny_inputs()))
         self.stated: dict[str, Tensor] = {}  # a prefix that stands in for the trained one, while the check looks
-        self._prefixes = self._prefix_starts(prefix_ids, seed) if space.kind == "prefix" else {}
+        begin = Beginnings(self.model, space, seed, self.device, prefix_ids)
+        self.catalogue += begin.catalogue
         self.trained: tuple[Trained, ...] = select(space, self.catalogue)
         self.transposed = {t.name for t in self.catalogue if t.transposed}
         self.population = Population(
-            self._tensors(seed, stored), NoiseSource(noise_kind, self.device), self._partners(seed), compute
+            begin.tensors(self.trained, stored),
+            NoiseSource(noise_kind, self.device),
+            begin.partners(self.trained, self.catalogue),
+            compute,
         )
         # Before the trained tensors take their places: no plain forward runs on a CPU once weights are of sixteen bits.
         self.trunk = trunk.find(model, self._moving(), self._tiny_inputs(), int(cache_mb * trunk.MIB))
@@ -237,25 +241,10 @@ class TorchEngine:
             self.trunk.forget()
         self.at_close()
 
-    @torch.no_grad()
     def merged(self) -> nn.Module:
         """A plain copy of the model with what was trained in its weights: what `save_pretrained` should write."""
-        if self.space.kind == "prefix":
-            raise ConfigError("a prefix is not part of a model's weights: export the adapter instead")
-        if self.quantized:
-            raise ConfigError("a quantised base cannot take in what was trained: export the adapter instead")
         self.settle()
-        twin = copy.deepcopy(self.model, {id(self): self})  # hooks lead to this engine: it is not part of the copy
-        for module in twin.modules():
-            module.__dict__.pop("forward", None)
-            for key, hook in list(module._forward_hooks.items()):
-                if getattr(hook, "__self__", None) is self:
-                    del module._forward_hooks[key]
-        for name, parameter in twin.named_parameters():
-            delta = self.lora_delta(name)
-            moved = parameter.data.clone() if delta is None else parameter.data + delta
-            parameter.data = moved.to(self._stored_as[name])
-        return twin
+        return merged(self)
 
     def lora_delta(self, name: str, moved: Mapping[str, Tensor] | None = None) -> Tensor | None:
         """What LoRA adds to the weight `name`, its factors taken from `moved` where they are there."""
@@ -273,39 +262,7 @@ class TorchEngine:
         self.settle()
         self_check(self, batch, eps)
 
-    # ---- making the trained tensors
-
-    def _tensors(self, seed: int, stored: Mapping[str, Tensor]) -> list[tuple[Trained, Tensor]]:
-        parameters = {**dict(self.model.named_parameters()), **stored}
-        return [(t, parameters[t.name] if t.name in parameters else self._fresh(t, seed)) for t in self.trained]
-
-    def _partners(self, seed: int) -> dict[str, Tensor]:
-        """The other one of a pair of which only one is trained: LoRA's factors, a prefix's keys and values."""
-        names = {t.name for t in self.trained}
-        if self.space.kind not in ("lora", "prefix"):
-            return {}
-        every = select(replace(self.space, only=(), layers=""), self.catalogue)
-        return {t.name: self._fresh(t, seed) for t in every if t.name not in names and _partner(t.name) in names}
-
-    def _prefix_starts(self, ids: Sequence[int], seed: int) -> dict[str, Tensor]:
-        """What a text gives at each attention module; without a text, some tokens of the vocabulary."""
-        size: int = self.model.config.vocab_size  # type: ignore[assignment, union-attr]
-        text = list(ids) or [int(n) for n in noise.order(seed, "prefix", size)[: self.space.tokens]]
-        found = prefix.activations(self.model, torch.tensor([text], device=self.device))
-        self.catalogue += prefix.catalogue(found)
-        return {
-            name: value for path, pair in found.items() for name, value in zip(prefix_names(path), pair, strict=True)
-        }
-
-    def _fresh(self, trained: Trained, seed: int) -> Tensor:
-        """LoRA's start: A uniform as a linear layer's weight, B zero, so that the model is unchanged at first."""
-        if trained.kind == "prefix":
-            return self._prefixes[trained.name]
-        if trained.kind != "lora_A":
-            return torch.zeros(trained.shape, device=self.device)
-        count, bound = int(np.prod(trained.shape)), trained.shape[1] ** -0.5
-        values = noise.uniform(seed, f"init/{trained.name}", count, bound)
-        return torch.from_numpy(values).view(trained.shape).to(self.device)
+    # ---- taking the model over
 
     def _widened(self) -> Iterator[tuple[str, Tensor]]:
         """Make the model's sixteen-bit tensors float32 and yield what the parameters were."""
@@ -402,11 +359,3 @@ def attention_for(device: torch.device, length: int) -> AbstractContextManager[N
 
 def _is_causal(model: nn.Module) -> bool:
     return "CausalLM" in type(model).__name__ or "LMHeadModel" in type(model).__name__
-
-
-def _partner(name: str) -> str:
-    if name.endswith((".prefix_key", ".prefix_value")):
-        a, b = prefix_names(name.rsplit(".", 1)[0])
-    else:
-        a, b = lora_names(name.replace(".lora_A.weight", ".weight").replace(".lora_B.weight", ".weight"))
-    return b if name == a else a
