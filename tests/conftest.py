@@ -18,20 +18,18 @@ VOCAB = 120
 
 
 def make_roberta(seed: int = 0, **extra: Any) -> torch.nn.Module:
-    from transformers import RobertaConfig, RobertaForMaskedLM
+    return make_encoder("Roberta", seed, **extra)
+
+
+def make_encoder(family: str, seed: int = 0, **extra: Any) -> torch.nn.Module:
+    import transformers
 
     torch.manual_seed(seed)
-    config = RobertaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=66,
-        type_vocab_size=1,
-        **extra,
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=VOCAB, max_position_embeddings=66, type_vocab_size=1, **{**sizes, **extra}
     )
-    return settled(RobertaForMaskedLM(config))
+    return settled(getattr(transformers, f"{family}ForMaskedLM")(config))
 
 
 def make_llama(seed: int = 0, tie: bool = True) -> torch.nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import numpy as np
@@ -14,16 +13,11 @@ from mezzo.engines.torch import flat
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.space import Space
 from mezzo.types import Probe
-from tests.conftest import VOCAB, make_batch, settled
+from tests.conftest import make_batch, make_encoder
 from tests.reference import plain_scores, written
+from tests.torch_engine.triton_device import DEVICE, INTERPRETED, MARKS
 
-pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not (torch.cuda.is_available() or INTERPRETED):
-    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
-
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+pytestmark = MARKS
 PAIR = (Probe(((7, 0.02),)), Probe(((7, -0.02),)))
 TYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16, torch.float16]
 SPACES = {
@@ -37,19 +31,7 @@ SPACES = {
 
 def make_three_layers(family: str = "Roberta") -> torch.nn.Module:
     """Two layers before the last, which is computed at the readout only; as wide as joint matrices must be."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        intermediate_size=192,
-        max_position_embeddings=66,
-        type_vocab_size=1,
-    )
-    return settled(getattr(transformers, f"{family}ForMaskedLM")(config))
+    return make_encoder(family, hidden_size=128, num_hidden_layers=3, intermediate_size=192)
 
 
 @pytest.fixture

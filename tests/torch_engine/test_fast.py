@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 
 import numpy as np
 import pytest
@@ -16,14 +15,9 @@ from mezzo.space import Space
 from mezzo.types import Batch, Probe, Prompt, Readout, Update
 from tests.conftest import MODELS, VOCAB, make_batch, make_llama, make_roberta
 from tests.reference import plain_scores, written
+from tests.torch_engine.triton_device import DEVICE, INTERPRETED, MARKS
 
-pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not (torch.cuda.is_available() or INTERPRETED):
-    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
-
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+pytestmark = MARKS
 on_a_gpu = pytest.mark.skipif(INTERPRETED, reason="graphs need a GPU")
 
 SPACES = {

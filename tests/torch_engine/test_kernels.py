@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,9 @@ from mezzo.engines.torch.noise import NoiseSource
 from mezzo.engines.torch.plain import Plain
 from mezzo.engines.torch.points import Move, Point
 from mezzo.types import Probe, Trained, Update
+from tests.torch_engine.triton_device import DEVICE, INTERPRETED, MARKS
 
-pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if not (torch.cuda.is_available() or INTERPRETED):
-    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
-
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+pytestmark = MARKS
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 SEEDS = (2**64 - 3, 12345)
 SHAPES = [(7, 5), (33, 40), (64, 64)] if INTERPRETED else [(33, 41), (1000, 1030), (4096, 1024)]
