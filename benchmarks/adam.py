@@ -59,7 +59,7 @@ def finetune(
                 group["lr"] = lr * (1 - step / total)
             chosen = Batch(tuple(train[i] for i in order[first : first + size]), parts.readout)
             (rows,) = pack(chosen, Unit(size), parts.tokenizer.pad_token_id)
-            labels = torch.tensor([chosen.prompts[example].label for example, _ in rows.where], device=device)
+            labels = torch.tensor([chosen.prompts[example].label for example in rows.places[0]], device=device)
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(logits(rows), labels).backward()
             optimizer.step()

@@ -27,6 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "full": {"space": "full"},
     "lora": {"space": "lora"},
     "head": {"space": "head"},
+    "prefix": {"space": "prefix"},
     "accuracy": {"space": "full", "objective": "accuracy", "eps": 1e-2, "lr": 3e-5},
 }
 
@@ -44,9 +45,12 @@ def one(job: dict[str, Any]) -> dict[str, Any]:
 
         with tempfile.TemporaryDirectory() as out:
             run = mezzo.finetune(**job["options"], out=out)
-        found = run.to_dict()
+            events = map(json.loads, (Path(out) / "metrics.jsonl").read_text().splitlines())
+            dev = max(event["value"] for event in events if event["event"] == "evaluation")
+        found = {**run.to_dict(), "dev": dev}
     keys = (
         "value",
+        "dev",
         "interval",
         "zero_shot",
         "zero_shot_calibrated",
