@@ -9,22 +9,21 @@ from typing import Any
 
 from mezzo import assembly, reports, starting
 from mezzo.cards import card
-from mezzo.compact import MAGIC, export_compact, import_compact
+from mezzo.compact import export_compact
 from mezzo.config import RunConfig, from_file, from_mapping
 from mezzo.engines.base import Engine
-from mezzo.errors import ConfigError, DataError, JournalError
-from mezzo.evaluation import Evaluation, probabilities, rank, scores_of
+from mezzo.errors import ConfigError, DataError
+from mezzo.evaluation import Evaluation
 from mezzo.events import Observer
-from mezzo.files import explained
-from mezzo.journal import Content, read
 from mezzo.objectives import Objective
-from mezzo.rebuild import Verified, bring_to, check_base
+from mezzo.prediction import predicted, row_of, unlabelled
+from mezzo.rebuild import Verified
 from mezzo.rebuild import verify as verify_content
-from mezzo.rewards import Rewarded, text_f1
+from mezzo.reopening import base_engine, best_step, open_journal, rebuilt
 from mezzo.run import Folder, Run
 from mezzo.session import Session
 from mezzo.tasks import Task, bundled_data, get_task, load_examples
-from mezzo.types import Batch, Example, Probe, StepRecord
+from mezzo.types import StepRecord
 
 
 def _silent(event: str, values: dict[str, Any]) -> None:
@@ -116,68 +115,6 @@ def prepared_config(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 # ---- runs and journals
 
 
-def open_journal(path: str | Path) -> Content:
-    """The journal of a run folder, a journal.jsonl, or a compact journal."""
-    path = Path(path)
-    if path.is_dir():
-        return read(path)
-    if not path.exists():
-        raise JournalError(f"{path} does not exist")
-    with explained(path), path.open("rb") as file:
-        compact = file.read(len(MAGIC)) == MAGIC
-    return import_compact(path) if compact else read(path)
-
-
-MACHINE = ("model", "engine", "device", "threads", "micro_batch", "cache_mb", "tp", "url", "remote_code")
-"""What may differ when a journal's weights are rebuilt: where the base model lies and what computes."""
-ASKED = (
-    "task",
-    "template",
-    "words",
-    "max_length",
-    "id_order",
-    "columns",
-    "encoding",
-    "eval_limit",
-    "demonstrations",
-    "max_new_tokens",
-)
-"""What may be asked of the rebuilt weights: another task, another prompt, other data."""
-MOST_CLASSES = 100_000
-POOL = ("train", "k", "data_seed")
-"""Where demonstrations come from."""
-
-
-def base_engine(content: Content, **changes: Any) -> tuple[Engine, assembly.Parts]:
-    """The engine a journal starts from: its base model with the trained tensors untouched."""
-    given = {key: value for key, value in changes.items() if value is not None}
-    refused = sorted(set(given) - {*MACHINE, *ASKED, *POOL})
-    if refused:
-        raise ConfigError(f"{', '.join(refused)} belongs to the run and cannot be changed after it")
-    # Weights do not depend on what ran the model: without a word about it, this process rebuilds them itself.
-    here: dict[str, Any] = {} if "engine" in given else {"engine": "torch", "tp": 1}
-    here |= {"url": ()}  # prompts and weights go to servers that were named here, not in a journal
-    here |= {"device": "auto", "threads": None, "eval_limit": None}  # of that run's machine and of its own looks at dev
-    here |= {"remote_code": False}  # a model's code runs only for who asks for it, not because a journal says so
-    try:
-        header = content.header
-        config = from_mapping({**header["config"], **here, **given})
-        family, classes, recorded = header["family"], int(header["classes"]), get_task(dict(header["task"]))
-        if family not in ("masked", "causal") or not 0 <= classes <= MOST_CLASSES:
-            raise ValueError(f"a {family} model with {classes} classes")
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise JournalError(f"{content.path}: the header lacks what a rebuild needs: {error}") from None
-    changed = any(name in given for name in ("task", "template", "words"))
-    parts = assembly.prepare(config, assembly.task_of(config, family) if changed else recorded)
-    engine = assembly.engine_for(parts.config, family, classes, parts.tokenizer.pad_token_id)
-    try:
-        check_base(engine, content)
-    except BaseException:
-        engine.close()
-        raise
-    return engine, parts
-
-
 def verify(path: str | Path, model: str | None = None, device: str | None = None) -> Verified:
     """Rebuild a run from its base model and journal and compare digests."""
     content = open_journal(path)
@@ -186,31 +123,6 @@ def verify(path: str | Path, model: str | None = None, device: str | None = None
         return verify_content(engine, content)
     finally:
         engine.close()
-
-
-def rebuilt(path: str | Path, at: int | None = None, **changes: Any) -> tuple[Engine, assembly.Parts]:
-    """A run's engine at a journal position: the best checkpoint unless `at` says otherwise."""
-    content = open_journal(path)
-    engine, parts = base_engine(content, **changes)
-    snapshots = Folder(Path(path)).snapshots if Path(path).is_dir() else None
-    bring_to(engine, content, best_step(path, content) if at is None else at, snapshots)
-    return engine, parts
-
-
-def best_step(path: str | Path, content: Content) -> int:
-    """The position with the best dev evaluation, the last one if nothing was evaluated."""
-    if not Path(path).is_dir():
-        best = content.header.get("best", content.steps)  # a compact journal knows its best step
-        return best if isinstance(best, int) and 0 <= best <= content.steps else content.steps
-    looks = [
-        (e["value"], e["loss"], e["step"])
-        for e in Folder(Path(path)).metrics()
-        if e.get("event") == "evaluation"
-        and all(isinstance(e.get(key), (int, float)) for key in ("value", "loss"))
-        and isinstance(e.get("step"), int)
-        and 0 <= e["step"] <= content.steps
-    ]
-    return max(looks, key=lambda look: rank(*look))[2] if looks else content.steps
 
 
 def report(*runs: str | Path, out: str | Path | None = None, plots: str | Path | None = None) -> Path:
@@ -290,51 +202,18 @@ def predict(
     engine, parts = _opened(run, at, options)
     try:
         if isinstance(rows, (str, Path)):
-            yield from _predicted(engine, parts, _unlabelled(parts, rows))
+            yield from predicted(engine, parts, unlabelled(parts, rows))
             return
         pending: list[Mapping[str, Any]] = []
         for row in rows:
-            pending.append(_row(parts, row))
+            pending.append(row_of(parts, row))
             if len(pending) == batch:
-                yield from _predicted(engine, parts, _unlabelled(parts, pending))
+                yield from predicted(engine, parts, unlabelled(parts, pending))
                 pending = []
         if pending:
-            yield from _predicted(engine, parts, _unlabelled(parts, pending))
+            yield from predicted(engine, parts, unlabelled(parts, pending))
     finally:
         engine.close()
-
-
-def _row(parts: assembly.Parts, row: Any) -> Mapping[str, Any]:
-    columns = parts.task.columns
-    if isinstance(row, str) and len(columns) == 1:
-        return {assembly.columns_of(parts.config).get(columns[0], columns[0]): row}
-    if not isinstance(row, Mapping):
-        raise DataError(
-            f"a row of task {parts.task.name!r} is an object with {', '.join(columns)}, not {str(row)[:40]!r}"
-        )
-    return row
-
-
-def _unlabelled(parts: assembly.Parts, source: Any) -> list[Example]:
-    return load_examples(source, parts.task, labelled="ignore", **assembly.reading(parts.config))
-
-
-def _predicted(engine: Engine, parts: assembly.Parts, examples: list[Example]) -> Iterator[dict[str, Any]]:
-    prompts = parts.encode(examples)
-    if parts.task.kind == "generation":
-        texts = Rewarded(engine, parts.decode, text_f1, parts.config.max_new_tokens).texts(
-            Batch(prompts, parts.readout), [Probe()]
-        )[0]
-        yield from ({**example.fields, "answer": text} for example, text in zip(examples, texts, strict=True))
-        return
-    if any(not (p.candidates or parts.readout.kind != "candidates") for p in prompts):
-        raise DataError(f"a row of task {parts.task.name!r} has no candidates to choose from")
-    scores = scores_of(engine, prompts, parts.readout)
-    for example, row in zip(examples, probabilities(scores), strict=True):
-        names = parts.task.labels or tuple(str(i) for i in range(len(row)))
-        best = int(row.argmax())
-        shown = {name: round(float(p), 6) for name, p in zip(names, row, strict=False)}
-        yield {**example.fields, "label": names[best], "probabilities": shown}
 
 
 def _opened(run: str | Path | None, at: int | None, options: dict[str, Any]) -> tuple[Engine, assembly.Parts]:
