@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from mezzo.engines.base import Unit
+from mezzo.engines.hub import load_config
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.engines.torch.load import device_of, load_model
 from mezzo.space import Space
@@ -47,7 +48,7 @@ def main() -> None:
     probes = (Probe(((1, 1e-2),)), Probe(((1, -1e-2),)))
     print("| candidates | shared ms | unshared ms | ratio | largest difference |\n|---|---|---|---|---|")
     for count in options.candidates:
-        batch = batch_of(options.batch, options.prompt, count, model.config.vocab_size)
+        batch = batch_of(options.batch, options.prompt, count, int(load_config(options.model).vocab_size))
         times: dict[bool, list[float]] = {True: [], False: []}
         scores = {}
         for _ in range(options.rounds + 1):

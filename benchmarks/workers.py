@@ -23,7 +23,7 @@ from mezzo.engines.hub import family_of, load_config
 from mezzo.engines.units import pieces_of, units_of
 from mezzo.parallel.orders import Answer, Order, Post, Route, packed, unpacked
 from mezzo.parallel.pool import PoolEngine
-from mezzo.parallel.processes import Processes
+from mezzo.parallel.processes import Processes, ProcessLink
 from mezzo.space import Space
 from mezzo.types import Batch, Probe, Prompt, Readout, Update
 
@@ -45,14 +45,18 @@ def opened(model: str, space: str, cores: list[int], rows: int) -> PoolEngine:
     engine = PoolEngine(Processes(), Post(ENGINES["torch"], spec), len(cores))
     while len(engine.crew.up()) < len(cores):
         engine.score(batch_of(2, 1000, 0), [Probe()])
-    for member, core in zip(engine.crew.members, cores, strict=True):
-        os.sched_setaffinity(member.link.pid, {core})
+    for pid, core in zip(pids(engine), cores, strict=True):
+        os.sched_setaffinity(pid, {core})
     return engine
+
+
+def pids(engine: PoolEngine) -> list[int]:
+    return [member.link.pid for member in engine.crew.members if isinstance(member.link, ProcessLink)]
 
 
 def processor_seconds(engine: PoolEngine) -> list[float]:
     """What each worker has used of its core so far."""
-    fields = [Path(f"/proc/{m.link.pid}/stat").read_text().rpartition(")")[2].split() for m in engine.crew.members]
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids(engine)]
     return [(int(each[11]) + int(each[12])) / os.sysconf("SC_CLK_TCK") for each in fields]
 
 

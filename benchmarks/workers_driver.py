@@ -12,6 +12,7 @@ import argparse
 import itertools
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -31,13 +32,12 @@ class Standin:
         global away
         began = time.perf_counter()
         asked = unpacked(data)
+        value: Any = None
         if isinstance(asked, Post):
             value = Facts(Unit(rows=8), (), "", {}, True, 0)
         elif isinstance(asked, Order) and asked.question == "score":
             pieces = asked.values[0]
             value = [np.zeros((len(p.probes), len(p.batch), 2), np.float32) for p in pieces]
-        else:
-            value = None
         self.reply = packed(Answer(value, 1.0))
         away += time.perf_counter() - began
 

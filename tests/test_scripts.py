@@ -93,3 +93,22 @@ def test_the_bundled_splits_follow_the_rule():
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         assert rows
         assert {split_of(row) for row in rows} == {path.stem}, path
+
+
+@pytest.mark.slow
+def test_the_results_of_a_grid_with_its_anchor(tmp_path):
+    """`benchmarks/results.py` trains by forward passes and by Adam on the same examples, and tabulates both."""
+    (tmp_path / "SST-2").mkdir()
+    rows = "".join(f"{t}\t{y}\n" for y, texts in enumerate(SENTENCES.values()) for t in texts * 2)
+    for split in ("train", "dev"):
+        (tmp_path / "SST-2" / f"{split}.tsv").write_text("sentence\tlabel\n" + rows)
+    grid = ["--data", str(tmp_path), "--k", "4", "--seeds", "13", "--steps", "2", "--device", "cpu", "--at-once", "1"]
+    methods = "full@lr=1e-4,adam@epochs=2:lr=1e-3"
+    done = run("../benchmarks/results.py", *grid, "--methods", methods, "--out", str(tmp_path / "out.jsonl"))
+    assert done.returncode == 0, done.stderr
+    full, adam = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert full["zero_shot"] == adam["zero_shot"]
+    assert full["zero_shot_calibrated"] == adam["zero_shot_calibrated"]
+    assert (full["forward_passes"], adam["steps"]) == (4, 2)
+    assert all(0 <= row["dev"] <= 1 and 0 <= row["value"] <= 1 for row in (full, adam))
+    assert f"| sst-2 | 4 | full@lr=1e-4 | {100 * full['zero_shot']:.1f} |" in done.stdout
