@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -309,25 +308,32 @@ def test_a_prefix_longer_than_the_model_reads_is_refused(tiny_folder, tiny_data,
 
 
 @pytest.mark.slow
-def test_the_bundled_model_learns_more_than_its_prompts_skew(tmp_path):
-    """On the examples it is trained on: better than zero-shot scores with the best offset that could be found afterwards.
+def test_the_bundled_model_learns_what_holds_on_other_sentences(tmp_path):
+    """With label words that say little about films, so that there is something to learn: on sentences that were not trained on,
+    better than zero-shot scores with the best offset that could be found afterwards.
 
     Moving the threshold is all that calibration can do, so what is below that loss has been learned.
     """
-    train = str(resources.files("mezzo") / "bundled/data/reviews/train.jsonl")
-    files = dict.fromkeys(("train", "dev", "test"), train) | {"train_limit": 32, "eval_limit": 32, "batch_size": 32}
-    how = {"steps": 60, "lr": 1.0, "eps": 1e-1, "schedule": "constant", "eval_every": 60, "threads": 1, "device": "cpu"}
+    prompt = {"template": "{text} It was<mask>.", "words": "negative=short,positive=long"}
+    how = {"steps": 160, "batch_size": 32, "lr": 0.3, "eps": 0.1, "schedule": "constant", "eval_every": 160}
     session = api.open_session(
-        "mezzo/roberta-mini", task="reviews", space="prefix", **files, **how, out=str(tmp_path / "run")
+        "mezzo/roberta-mini",
+        task="reviews",
+        space="prefix",
+        **prompt,
+        **how,
+        threads=1,
+        device="cpu",
+        out=str(tmp_path / "r"),
     )
-    prompts = session.parts.encode(session.splits.train)
-    signs = np.array([2 * prompt.label - 1 for prompt in prompts])
-    scores = scores_of(session.engine, prompts, session.parts.readout)
+    unseen = session.parts.encode(session.splits.dev)
+    signs = np.array([2 * prompt.label - 1 for prompt in unseen])
+    scores = scores_of(session.engine, unseen, session.parts.readout)
     margins = scores[:, 1] - scores[:, 0]
     calibrated = min(np.logaddexp(0, -signs * (margins - offset)).mean() for offset in np.linspace(-20, 20, 2001))
     for _ in session.records():
         pass
-    run = session.result()
-    after = session.trainer.history[-1][1]
+    session.result()
+    before, after = (look for _, look in session.trainer.history)
     assert after.loss < calibrated - 0.01
-    assert run.value >= run.zero_shot_calibrated
+    assert after.value > before.calibrated + 0.02
