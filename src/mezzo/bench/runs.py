@@ -9,13 +9,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mezzo import assembly
 from mezzo.bench.report import Report, Row
 from mezzo.config import RunConfig, from_mapping
 from mezzo.errors import ConfigError, nearest
 from mezzo.space import Space
+
+if TYPE_CHECKING:
+    from mezzo.bench.contenders import Setting, Step
 
 SPACES = "lora,full"
 BARE = "bare doubled forward"
@@ -75,42 +78,12 @@ def bench(
 
 def _compared(case: Case, spaces: list[tuple[str, str]], spread: float, rounds: int, published: bool) -> list[Row]:
     # Imported late: a mistake in the options is told before torch has loaded.
-    import torch
+    from mezzo.bench import timing
 
-    from mezzo.bench import contenders, shapes, timing
-    from mezzo.engines.torch.load import device_of
-
-    config = case.config
-    shape, device = shapes.shape_of(case.model), device_of(config.device)
-    threads = _threads(config.threads)
-    room = shape.config["max_position_embeddings"] - 2
-    if max(round(case.length * (1 + spread)), config.max_length or 0) > room:
-        raise ConfigError(f"{case.model} reads at most {room} tokens; {case.length} tokens do not fit")
-    batch = shapes.random_batch(shape, case.batch_size, case.length, spread)
-    longest = max(len(prompt.ids) for prompt in batch.prompts)
-    setting = contenders.Setting(
-        shape,
-        batch,
-        config.micro_batch,
-        case.samples,
-        max(longest, config.max_length or 128),
-        getattr(torch, config.dtype),
-        device,
-    )
-    makers = {
-        f"published, padded {how}": partial(contenders.published, setting, dynamic=dynamic)
-        for how, dynamic in (("as released", False), ("dynamically", True))
-        if published
-    }
-    makers[BARE] = partial(contenders.bare, setting)
+    threads, setting = _threads(case.config.threads), _setting(case, spread)
     with ExitStack() as stack:
-        for kind, noise in spaces:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            space = assembly.space_of(config.replace(space=kind, noise=noise))
-            makers[f"mezzo {kind}, {noise}"] = partial(
-                contenders.ours, setting, space, "gaussian" if noise == "gaussian" else "rademacher", folder
-            )
-        timed = timing.interleaved(makers, device, rounds)
+        makers = _contenders(case.config, setting, spaces, published, stack)
+        timed = timing.interleaved(makers, setting.device, rounds)
     floor = timed[BARE]
     rows = [
         Row(
@@ -124,8 +97,8 @@ def _compared(case: Case, spaces: list[tuple[str, str]], spread: float, rounds: 
             batch_size=case.batch_size,
             length=case.length,
             samples=case.samples,
-            dtype=config.dtype,
-            device=device.type,
+            dtype=case.config.dtype,
+            device=setting.device.type,
             threads=threads,
             rounds=rounds,
         )
@@ -134,6 +107,51 @@ def _compared(case: Case, spaces: list[tuple[str, str]], spread: float, rounds: 
     del timed, floor, makers
     gc.collect()
     return rows
+
+
+def _setting(case: Case, spread: float) -> Setting:
+    """The model, batch and device of a case; refused where a row does not fit the model."""
+    import torch
+
+    from mezzo.bench import contenders, shapes
+    from mezzo.engines.torch.load import device_of
+
+    config, shape = case.config, shapes.shape_of(case.model)
+    room = shape.config["max_position_embeddings"] - 2
+    if max(round(case.length * (1 + spread)), config.max_length or 0) > room:
+        raise ConfigError(f"{case.model} reads at most {room} tokens; {case.length} tokens do not fit")
+    batch = shapes.random_batch(shape, case.batch_size, case.length, spread)
+    longest = max(len(prompt.ids) for prompt in batch.prompts)
+    return contenders.Setting(
+        shape,
+        batch,
+        config.micro_batch,
+        case.samples,
+        max(longest, config.max_length or 128),
+        getattr(torch, config.dtype),
+        device_of(config.device),
+    )
+
+
+def _contenders(
+    config: RunConfig, setting: Setting, spaces: list[tuple[str, str]], published: bool, stack: ExitStack
+) -> dict[str, Callable[[], Step]]:
+    """What is timed, by name, each made when its turn comes; journals lie in folders that `stack` removes."""
+    from mezzo.bench import contenders
+
+    makers: dict[str, Callable[[], Step]] = {
+        f"published, padded {how}": partial(contenders.published, setting, dynamic=dynamic)
+        for how, dynamic in (("as released", False), ("dynamically", True))
+        if published
+    }
+    makers[BARE] = partial(contenders.bare, setting)
+    for kind, noise in spaces:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        space = assembly.space_of(config.replace(space=kind, noise=noise))
+        makers[f"mezzo {kind}, {noise}"] = partial(
+            contenders.ours, setting, space, "gaussian" if noise == "gaussian" else "rademacher", folder
+        )
+    return makers
 
 
 def _threads(wanted: int | None) -> int:
