@@ -22,10 +22,11 @@ RULE, OUTCOME = 4, 4
 def _loss(scores, row, real, column, label, ROWS: tl.constexpr, CLASSES: tl.constexpr, NORMALISED: tl.constexpr):
     """Mean negative log-probability of the labels."""
     at = row[:, None] * CLASSES + column[None, :]
-    found = tl.load(scores + at, mask=real[:, None] & (column < CLASSES)[None, :], other=float("-inf")).to(tl.float64)
+    found = tl.load(scores + at, mask=real[:, None] & (column < CLASSES)[None, :], other=0.0).to(tl.float64)
+    found = tl.where((column < CLASSES)[None, :], found, float("-inf"))
     own = tl.sum(tl.where(column[None, :] == label[:, None], found, 0.0), 1)
     if not NORMALISED:
-        top = tl.where(real, tl.max(found, 1), 0.0)
+        top = tl.max(found, 1)
         own -= top + tl.log(tl.sum(tl.exp(found - top[:, None]), 1))
     return -(tl.sum(tl.where(real, own, 0.0), 0) / ROWS)
 

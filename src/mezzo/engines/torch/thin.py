@@ -37,9 +37,14 @@ class Factors:
     up_at: Tensor
 
     @property
+    def columns(self) -> int:
+        """Of t for one layer, as many as are not zero."""
+        return len(self.parts) * self.rank
+
+    @property
     def wide(self) -> int:
-        """Columns of t for one layer."""
-        return max(NARROWEST, triton.next_power_of_2(len(self.parts) * self.rank))  # type: ignore[no-any-return]
+        """Columns of t for one layer, as kernels see them."""
+        return max(NARROWEST, triton.next_power_of_2(self.columns))  # type: ignore[no-any-return]
 
     def steps(self, inner: int) -> tuple[int, int]:
         """From one column of a layer's factor to the next, and from one line to the next."""
@@ -49,21 +54,24 @@ class Factors:
 @dataclass(frozen=True)
 class Term:
     """The thin products t[pieces, G, rows, wide] of a group of layers, to be summed over the pieces, for whom the way up is
-    still to be done; `places` says which of the group belongs to which of the layers that are computed together (−1: none)."""
+    still to be done; `places` says which of the group belongs to which of the layers that are computed together (−1: none).
+    Where there are `scales`, one a member, they and the factor are still to come too."""
 
     t: Tensor
     factors: Factors
     places: tuple[int, ...] = (0,)
+    scales: Tensor | None = None
 
     @property
-    def columns(self) -> int:
-        """Of t for one layer, as many as are not zero."""
-        return len(self.factors.parts) * self.factors.rank
-
-    @property
-    def arguments(self) -> tuple[Tensor, int, Tensor, int, Tensor]:
+    def arguments(self) -> tuple[Tensor, int, int, int, Tensor, int, Tensor]:
         """What `whole` and the way up are told."""
-        return self.t, self.t.stride(0), self.factors.parts, self.factors.parts.shape[1], self.factors.up_at
+        pieces, groups, rows = (self.t.stride(axis) for axis in range(3))
+        return self.t, pieces, groups, rows, self.factors.parts, self.factors.parts.shape[1], self.factors.up_at
+
+    @property
+    def scaling(self) -> tuple[Tensor, float]:
+        """The scales that are still to come, and the factor; any tensor where none are."""
+        return (self.t, 1.0) if self.scales is None else (self.scales, self.factors.factor)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -72,6 +80,10 @@ class Term:
 
 
 NO_TERM = {"PIECES": 1, "PARTS": 1, "RANK": 1, "WIDE": NARROWEST}
+
+
+def no_arguments(any_tensor: Tensor) -> tuple[Tensor, int, int, int, Tensor, int, Tensor]:
+    return any_tensor, 0, 0, 0, any_tensor, 0, any_tensor
 
 
 @triton.jit
@@ -137,7 +149,7 @@ def _down(x, parts, size, first_at, apart_by, scales, out, rows, each, factor,
 
 
 @triton.jit
-def _up(y, t, step, parts, size, at, bias, rows, outer,
+def _up(y, t, step, group_step, row_step, parts, size, at, bias, rows, outer,
         PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, BIAS: tl.constexpr, EXACT: tl.constexpr,
         ROWS: tl.constexpr, OUTER: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -145,7 +157,7 @@ def _up(y, t, step, parts, size, at, bias, rows, outer,
     module = tl.program_id(2)
     column = tl.arange(0, WIDE)
     real, inside = row < rows, line < outer
-    at_t = (module.to(tl.int64) * rows + row.to(tl.int64)[:, None]) * WIDE + column[None, :]
+    at_t = module.to(tl.int64) * group_step + row.to(tl.int64)[:, None] * row_step + column[None, :]
     t_tile = whole(t, step, at_t, real[:, None], PIECES)
     start = parts + tl.multiple_of(tl.load(at + module), 64) + (column // RANK) * size + column % RANK
     e_tile = tl.load(
@@ -187,6 +199,7 @@ def down(x: Tensor, factors: Factors, scales: Tensor) -> Tensor:
 
 def up(y: Tensor, term: Term, bias: Tensor | None) -> None:
     """y[G, rows, outer] = t·Eᵀ + bias[G, outer]; each E is [outer, rank] in every part."""
+    assert term.scales is None
     _, rows, outer = y.shape
     _up[(triton.cdiv(rows, UP["ROWS"]), triton.cdiv(outer, UP["OUTER"]), len(y))](
         y, *term.arguments, y if bias is None else bias, rows, outer,

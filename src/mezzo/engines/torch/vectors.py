@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mezzo.engines.torch.thin import NO_TERM, Term, whole
+from mezzo.engines.torch.thin import NO_TERM, Term, no_arguments, whole
 
 FEW = 8
 """Columns of a thin term that a norm adds: a program holds their factors in registers."""
@@ -15,10 +15,10 @@ FEW = 8
 
 @triton.jit
 def _norm(x, residual, bias, gain, shift, out, bias_step, gain_step, shift_step, rows, each, eps,
-          t, t_step, parts, size, at,
+          x_step, t, t_step, group_step, row_step, parts, size, at, scales, factor,
           WIDTH: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, SHIFT: tl.constexpr,
-          CENTRED: tl.constexpr, THIN: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
-          WIDE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+          CENTRED: tl.constexpr, THIN: tl.constexpr, SCALED: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr,
+          RANK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     column = tl.arange(0, BLOCK)
     real = column < WIDTH
     if THIN:  # so few columns that plain multiplications beat what it takes to feed the tensor cores a few rows
@@ -32,10 +32,13 @@ def _norm(x, residual, bias, gain, shift, out, bias_step, gain_step, shift_step,
         row = tl.program_id(0).to(tl.int64) * ROWS + one
         here = real & (row < rows)
         member = row // each
-        value = tl.load(x + row * WIDTH + column, mask=here, other=0.0).to(tl.float32)
+        value = tl.load(x + row * x_step + column, mask=here, other=0.0).to(tl.float32)
         if THIN:
-            own = whole(t, t_step, row * WIDE + number, row + 0 * number < rows, PIECES)
-            value += tl.sum(e * own.to(tl.float32)[None, :], 1)
+            some = (row + 0 * number < rows) & (number < PARTS * RANK)
+            own = whole(t, t_step, row * row_step + number, some, PIECES).to(tl.float32)
+            if not SCALED:
+                own *= tl.load(scales + member, mask=row < rows, other=0.0) * factor
+            value += tl.sum(e * own[None, :], 1)
         if BIAS:
             value += tl.load(bias + member * bias_step + column, mask=here, other=0.0).to(tl.float32)
         if RESIDUAL:
@@ -91,23 +94,25 @@ def norm(
 ) -> Tensor:
     """The norm of x + bias + residual + thin term, with each member's own bias[P, n], gain[P, n] and shift[P, n].
 
-    x holds equal blocks of rows of the members one after the other; `centred` is LayerNorm, else RMSNorm.
+    x holds equal blocks of rows of the members one after the other, and may be the first columns of rows that are longer;
+    `centred` is LayerNorm, else RMSNorm.
     """
     width = x.shape[-1]
     rows = x.numel() // width
-    out = torch.empty_like(x)
+    out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     block = triton.next_power_of_2(width)
     bias_or, shift_or = gain if bias is None else bias, gain if shift is None else shift
-    assert term is None or term.columns <= FEW
-    thin = triton.next_power_of_2(term.columns) if term else 0
+    assert term is None or term.factors.columns <= FEW
+    thin = triton.next_power_of_2(term.factors.columns) if term else 0
     together = 4 if term else 1  # rows that share one reading of the factors
     _norm[(triton.cdiv(rows, together),)](
         x, x if residual is None else residual, bias_or, gain, shift_or, out,
         bias_or.stride(0), gain.stride(0), shift_or.stride(0), rows, rows // len(gain), eps,
-        *(term.arguments if term else (x, 0, x, 0, x)),
+        width if x.is_contiguous() else x.stride(0),
+        *(term.arguments if term else no_arguments(x)), *(term.scaling if term else (x, 1.0)),
         WIDTH=width, BLOCK=block, RESIDUAL=residual is not None, BIAS=bias is not None, SHIFT=shift is not None,
-        CENTRED=centred, THIN=thin, **(term.sizes if term else NO_TERM), ROWS=together,
-        num_warps=4 if block <= 2048 else 8,
+        CENTRED=centred, THIN=thin, SCALED=term is None or term.scales is None, **(term.sizes if term else NO_TERM),
+        ROWS=together, num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
     return out
 
