@@ -1,4 +1,4 @@
-"""Steps that a device judges and makes by itself are those of the host: its losses, its updates, the weights its journal leads to."""
+"""Steps that a device judges and makes by itself are those of the host: losses, updates, and the weights a journal leads to."""
 
 from __future__ import annotations
 

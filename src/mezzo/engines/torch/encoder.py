@@ -65,39 +65,46 @@ class Product:
         self.all = self._together(modules)
         self.weight = self.all[: sum(module.out_features for module in modules)]
         if self.below:
+            shape = (len(found), -1, modules[0].out_features)
+            self.up = self.weight.new_zeros(self.below * modules[0].out_features).view(shape)
             lines = self.all[len(self.weight) :][: self.below].chunk(len(found))
-            for (adapter, _), own in zip(found, lines, strict=True):
-                work.keep_turned(adapter.down, own)
+            for (adapter, _), down, up in zip(found, lines, self.up, strict=True):
+                work.keep_turned(adapter.down, down)
+                work.keep_turned(adapter.up, up)
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, thin.Term | None]:
+    def __call__(self, x: Tensor) -> tuple[Tensor, thin.Term | thin.Beside | None]:
         """[rows, outputs of all layers side by side], and their thin term, which is still to be added."""
-        population, factors, width = self.population, self.factors, len(self.weight)
+        population = self.population
         if self.dense and population.perturbed:
             members = population.joint_matrix(self.names, self.weight)
             return torch.bmm(x.view(len(members), -1, x.shape[1]), members.mT).view(len(x), -1), None
-        if factors is None or not population.perturbed:
+        if self.factors is None or not population.perturbed:
             return torch.mm(x, self.weight.T), None
-        if not self.below:
-            return torch.mm(x, self.weight.T), self._term(x)
-        y = torch.mm(x, self.all.T)
-        t = y[:, width : width + self.below].view(len(x), -1, factors.rank).transpose(0, 1)
-        return y[:, :width], thin.Term(t[None], factors, self.places, population.point.scales)
+        if self.below:
+            return self._with_beside(x, self.factors)
+        return torch.mm(x, self.weight.T), self._term(x, self.factors)
 
-    def with_term(self, x: Tensor, few: int) -> tuple[Tensor, thin.Term | None]:
-        """The same of one layer for those who add few columns only: a term of more is in the product already."""
-        if self.factors is None or self.factors.columns <= few or not self.population.perturbed:
-            return self(x)
+    def alone(self, x: Tensor) -> tuple[Tensor, thin.Beside | None]:
+        """The same of one layer for those who add low-rank noise only: LoRA's term is in the product already."""
+        if self.factors is None or not self.population.perturbed:
+            return self(x)[0], None
+        if self.below:
+            return self._with_beside(x, self.factors)
         y = torch.empty((len(x), len(self.weight)), device=x.device, dtype=x.dtype)
-        thin.up(y[None], self._term(x), None)
+        thin.up(y[None], self._term(x, self.factors), None)
         return y.addmm_(x, self.weight.T), None
+
+    def _with_beside(self, x: Tensor, factors: thin.Factors) -> tuple[Tensor, thin.Beside]:
+        y, width = torch.mm(x, self.all.T), len(self.weight)
+        t = y[:, width : width + self.below].view(len(x), -1, factors.rank).transpose(0, 1)
+        return y[:, :width], thin.Beside(t, self.up, self.population.point.scales, factors.factor, self.places)
+
+    def _term(self, x: Tensor, factors: thin.Factors) -> thin.Term:
+        return thin.Term(thin.down(x, factors, self.population.point.scales), factors, self.places)
 
     def bias(self, number: int = 0) -> Tensor:
         """[P, n] of one of the layers."""
         return _vectors(*self.biases[number], self.population)
-
-    def _term(self, x: Tensor) -> thin.Term:
-        assert self.factors is not None
-        return thin.Term(thin.down(x, self.factors, self.population.point.scales), self.factors, self.places)
 
     def _is_dense(self, name: str) -> bool:
         return name in self.population.large and not self.population.trained[name].rank
@@ -173,12 +180,12 @@ class Layer:
         if term is None:
             vectors.add_bias(wide, self.wide.bias(), gelu=True)
         else:
-            encoder_kernels.gelu(wide, self.wide.bias(), members, term)
+            wide = encoder_kernels.gelu(wide, self.wide.bias(), members, term)
         return self._normed(self.narrow, wide, x, self.norms[1]).view(hidden.shape)
 
     def _normed(self, product: Product, x: Tensor, residual: Tensor, norm: nn.LayerNorm) -> Tensor:
         gain, shift = (_vectors(p, self.names[id(p)], self.population) for p in (norm.weight, norm.bias))
-        y, term = product.with_term(x, vectors.FEW)
+        y, term = product.alone(x)
         return vectors.norm(y, gain, shift, norm.eps, residual, product.bias(), term=term)
 
 

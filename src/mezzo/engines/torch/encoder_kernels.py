@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mezzo.engines.torch.thin import NO_TERM, Term, no_arguments, product, whole
+from mezzo.engines.torch.thin import Beside, Term, no_term, product, whole
 from mezzo.engines.torch.vectors import gelu_of
 
 LONGEST = {torch.float32: 32, torch.bfloat16: 128, torch.float16: 128}
@@ -21,20 +21,23 @@ GELU = {"ROWS": 32, "COLUMNS": 128, "num_warps": 4}
 
 @triton.jit
 def _up(total, t, step, group_step, row_step, parts, size, at, scale, row, real, line, inside, place: tl.constexpr,
-        PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, SCALED: tl.constexpr,
+        PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, BESIDE: tl.constexpr,
         EXACT: tl.constexpr):  # fmt: skip
-    """total + scale·t·Eᵀ at these rows and lines, for one layer of a group; SCALED: t holds its scale already."""
+    """total + t·Eᵀ at these rows and lines, for one layer of a group; BESIDE: + scale·t·E, as `thin.Beside` has it."""
     column = tl.arange(0, WIDE)
+    known = column < PARTS * RANK
     at_t = place * group_step + row.to(tl.int64)[:, None] * row_step + column[None, :]
-    t_tile = whole(t, step, at_t, real[:, None] & (column < PARTS * RANK)[None, :], PIECES)
-    start = parts + tl.multiple_of(tl.load(at + place), 64) + (column // RANK) * size + column % RANK
-    e_tile = tl.load(
-        start[:, None] + line[None, :] * RANK, mask=(column // RANK < PARTS)[:, None] & inside[None, :], other=0.0
-    )
-    if SCALED:
-        return product(t_tile, e_tile, total, EXACT)
+    t_tile = whole(t, step, at_t, real[:, None] & known[None, :], PIECES)
+    if BESIDE:
+        at_e = parts + (place * RANK + column)[:, None] * size + line[None, :]
     else:
+        start = parts + tl.multiple_of(tl.load(at + place), 64) + (column // RANK) * size + column % RANK
+        at_e = start[:, None] + line[None, :] * RANK
+    e_tile = tl.load(at_e, mask=known[:, None] & inside[None, :], other=0.0)
+    if BESIDE:
         return total + scale * product(t_tile, e_tile, tl.zeros_like(total), EXACT)
+    else:
+        return product(t_tile, e_tile, total, EXACT)
 
 
 @triton.jit
@@ -52,14 +55,14 @@ def _vector(vectors, step, row, each, line, real, inside, SAME: tl.constexpr):
 def _head(y, bias, bias_step, member, first, step, row, real, column, inside,
           term, t_step, group_step, row_step, parts, size, at, scale,
           PLACE: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr,
-          SCALED: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+          BESIDE: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
     """[tokens, columns] of one of query, key and value: product, bias and thin term, rounded once."""
     place = y + row.to(tl.int64)[:, None] * step + (first + column)[None, :]
     found = tl.load(place, mask=real[:, None] & inside[None, :], other=0.0).to(tl.float32)
     found += tl.load(bias + member * bias_step + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     if PLACE >= 0:
         found = _up(found, term, t_step, group_step, row_step, parts, size, at, scale, row, real, column, inside, PLACE,
-                    PIECES, PARTS, RANK, WIDE, SCALED, EXACT)  # fmt: skip
+                    PIECES, PARTS, RANK, WIDE, BESIDE, EXACT)  # fmt: skip
     return found.to(y.dtype.element_ty)
 
 
@@ -68,7 +71,7 @@ def _attend(y, step, q_bias, k_bias, v_bias, bias_step, mask, mask_row, mask_que
             term, t_step, group_step, row_step, parts, size, at, scales, factor, out, length, each, scaling,
             HEADS: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr, Q: tl.constexpr, K: tl.constexpr,
             V: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr,
-            SCALED: tl.constexpr, EXACT: tl.constexpr,
+            BESIDE: tl.constexpr, EXACT: tl.constexpr,
             TOKENS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     sequence, head = tl.program_id(0), tl.program_id(1)
     token = tl.arange(0, TOKENS)
@@ -78,16 +81,16 @@ def _attend(y, step, q_bias, k_bias, v_bias, bias_step, mask, mask_row, mask_que
     column = head * SIZE + lane
     member = sequence // each
     width: tl.constexpr = HEADS * SIZE
-    scale = 1.0 if SCALED else tl.load(scales + member) * factor
+    scale = tl.load(scales + member) * factor if BESIDE else 1.0
     q = _head(y, q_bias, bias_step, member, 0, step, row, real, column, inside,
               term, t_step, group_step, row_step, parts, size, at, scale,
-              Q, PIECES, PARTS, RANK, WIDE, SCALED, EXACT)  # fmt: skip
+              Q, PIECES, PARTS, RANK, WIDE, BESIDE, EXACT)  # fmt: skip
     k = _head(y, k_bias, bias_step, member, width, step, row, real, column, inside,
               term, t_step, group_step, row_step, parts, size, at, scale,
-              K, PIECES, PARTS, RANK, WIDE, SCALED, EXACT)  # fmt: skip
+              K, PIECES, PARTS, RANK, WIDE, BESIDE, EXACT)  # fmt: skip
     v = _head(y, v_bias, bias_step, member, 2 * width, step, row, real, column, inside,
               term, t_step, group_step, row_step, parts, size, at, scale,
-              V, PIECES, PARTS, RANK, WIDE, SCALED, EXACT)  # fmt: skip
+              V, PIECES, PARTS, RANK, WIDE, BESIDE, EXACT)  # fmt: skip
     none = tl.zeros((TOKENS, TOKENS), tl.float32)
     logits = product(q, tl.trans(k), none, EXACT) * scaling
     seen = real[None, :] & (token[:, None] >= 0)
@@ -105,26 +108,28 @@ def _attend(y, step, q_bias, k_bias, v_bias, bias_step, mask, mask_row, mask_que
 
 
 @triton.jit
-def _gelu(y, step, bias, bias_step, rows, each, term, t_step, group_step, row_step, parts, size, at, scales, factor,
+def _gelu(y, step, out, bias, bias_step, rows, each, term, t_step, group_step, row_step, parts, size, at, scales, factor,
           WIDTH: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr,
-          SCALED: tl.constexpr, SAME: tl.constexpr, EXACT: tl.constexpr,
+          BESIDE: tl.constexpr, SAME: tl.constexpr, EXACT: tl.constexpr,
           ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     line = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     real, inside = row < rows, line < WIDTH
-    target = y + row.to(tl.int64)[:, None] * step + line[None, :]
-    value = tl.load(target, mask=real[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    value = tl.load(
+        y + row.to(tl.int64)[:, None] * step + line[None, :], mask=real[:, None] & inside[None, :], other=0.0
+    ).to(tl.float32)
     value += _vector(bias, bias_step, row, each, line, real, inside, SAME)
-    scale = 1.0 if SCALED else tl.load(scales + row // each, mask=real, other=0.0)[:, None] * factor
+    scale = tl.load(scales + row // each, mask=real, other=0.0)[:, None] * factor if BESIDE else 1.0
     value = _up(value, term, t_step, group_step, row_step, parts, size, at, scale, row, real, line, inside, 0,
-                PIECES, PARTS, RANK, WIDE, SCALED, EXACT)  # fmt: skip
+                PIECES, PARTS, RANK, WIDE, BESIDE, EXACT)  # fmt: skip
     value = gelu_of(value, EXACT)
-    tl.store(target, value.to(y.dtype.element_ty), mask=real[:, None] & inside[None, :])
+    target = out + row.to(tl.int64)[:, None] * WIDTH + line[None, :]
+    tl.store(target, value.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
 def attend(
     y: Tensor, biases: tuple[Tensor, Tensor, Tensor], length: int, heads: int, scaling: float, members: int,
-    term: Term | None = None, mask: Tensor | None = None,
+    term: Term | Beside | None = None, mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention within rows of `length` tokens; y[tokens, 3·width] holds queries, keys and values side by side (and may be the
     first columns of something wider).
@@ -142,23 +147,23 @@ def attend(
     block = max(16, triton.next_power_of_2(length))
     bias_step = biases[0].stride(0)
     assert all(bias.stride(0) == bias_step for bias in biases), "biases of one kind lie side by side"
+    arguments, sizes = (term.arguments, term.sizes) if term else no_term(y)
     _attend[(rows, heads)](
         y, y.stride(0), *biases, bias_step, y if mask is None else mask.view(torch.uint8), *steps,
-        *(term.arguments if term else no_arguments(y)), *(term.scaling if term else (y, 1.0)),
-        out, length, rows // members, scaling,
+        *arguments, out, length, rows // members, scaling,
         HEADS=heads, SIZE=size, MASKED=mask is not None, Q=places[0], K=places[1], V=places[2],
-        **(term.sizes if term else NO_TERM), SCALED=term is None or term.scales is None,
-        EXACT=y.dtype == torch.float32, TOKENS=block, COLUMNS=max(16, triton.next_power_of_2(size)),
+        **sizes, EXACT=y.dtype == torch.float32, TOKENS=block, COLUMNS=max(16, triton.next_power_of_2(size)),
         num_warps=4 if y.dtype == torch.float32 else 1 if block <= 32 else 4 if block <= 64 else 8,
     )  # fmt: skip
     return out
 
 
-def gelu(y: Tensor, bias: Tensor, members: int, term: Term) -> None:
-    """GELU of y + bias[P, n] + thin term, in place."""
+def gelu(y: Tensor, bias: Tensor, members: int, term: Term | Beside) -> Tensor:
+    """GELU of y + bias[P, n] + thin term."""
     rows, width = y.shape
+    out = torch.empty((rows, width), device=y.device, dtype=y.dtype)
     _gelu[(triton.cdiv(rows, GELU["ROWS"]), triton.cdiv(width, GELU["COLUMNS"]))](
-        y, y.stride(0), bias, bias.stride(0), rows, rows // members, *term.arguments, *term.scaling,
-        WIDTH=width, **term.sizes, SCALED=term.scales is None, SAME=rows // members % GELU["ROWS"] == 0,
-        EXACT=y.dtype == torch.float32, **GELU,
+        y, y.stride(0), out, bias, bias.stride(0), rows, rows // members, *term.arguments, WIDTH=width, **term.sizes,
+        SAME=rows // members % GELU["ROWS"] == 0, EXACT=y.dtype == torch.float32, **GELU,
     )  # fmt: skip
+    return out

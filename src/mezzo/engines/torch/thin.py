@@ -51,39 +51,68 @@ class Factors:
         return (1, self.rank) if len(self.parts) == 1 else (inner, 1)
 
 
+Arguments = tuple[Tensor, int, int, int, Tensor, int, Tensor, Tensor, float]
+"""What the way up is told: t, from one of its pieces, layers and rows to the next; factors, from one part of them to the next,
+where they begin; and the scales of the members with their factor, where t does not hold them."""
+
+
 @dataclass(frozen=True)
 class Term:
     """The thin products t[pieces, G, rows, wide] of a group of layers, to be summed over the pieces, for whom the way up is
-    still to be done; `places` says which of the group belongs to which of the layers that are computed together (−1: none).
-    Where there are `scales`, one a member, they and the factor are still to come too."""
+    still to be done; `places` says which of the group belongs to which of the layers that are computed together (−1: none)."""
 
     t: Tensor
     factors: Factors
     places: tuple[int, ...] = (0,)
-    scales: Tensor | None = None
 
     @property
-    def arguments(self) -> tuple[Tensor, int, int, int, Tensor, int, Tensor]:
-        """What `whole` and the way up are told."""
+    def arguments(self) -> Arguments:
         pieces, groups, rows = (self.t.stride(axis) for axis in range(3))
-        return self.t, pieces, groups, rows, self.factors.parts, self.factors.parts.shape[1], self.factors.up_at
-
-    @property
-    def scaling(self) -> tuple[Tensor, float]:
-        """The scales that are still to come, and the factor; any tensor where none are."""
-        return (self.t, 1.0) if self.scales is None else (self.scales, self.factors.factor)
+        parts = self.factors.parts
+        return self.t, pieces, groups, rows, parts, parts.shape[1], self.factors.up_at, self.t, 1.0
 
     @property
     def sizes(self) -> dict[str, int]:
         parts = len(self.factors.parts)
-        return {"PIECES": len(self.t), "PARTS": parts, "RANK": self.factors.rank, "WIDE": self.factors.wide}
+        sizes = {"PIECES": len(self.t), "PARTS": parts, "RANK": self.factors.rank, "WIDE": self.factors.wide}
+        return {**sizes, "BESIDE": False}
 
 
-NO_TERM = {"PIECES": 1, "PARTS": 1, "RANK": 1, "WIDE": NARROWEST}
+@dataclass(frozen=True)
+class Beside:
+    """The same of low-rank noise whose way down was part of the layers' product: t[G, rows, rank] are columns of it, without
+    their scales; the factors of the way up are turned, up[G, rank, outer]."""
+
+    t: Tensor
+    up: Tensor
+    scales: Tensor
+    factor: float
+    places: tuple[int, ...] = (0,)
+
+    @property
+    def arguments(self) -> Arguments:
+        return (
+            self.t,
+            0,
+            self.t.stride(0),
+            self.t.stride(1),
+            self.up,
+            self.up.shape[2],
+            self.t,
+            self.scales,
+            self.factor,
+        )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        rank = self.up.shape[1]
+        return {"PIECES": 1, "PARTS": 1, "RANK": rank, "WIDE": max(NARROWEST, rank), "BESIDE": True}
 
 
-def no_arguments(any_tensor: Tensor) -> tuple[Tensor, int, int, int, Tensor, int, Tensor]:
-    return any_tensor, 0, 0, 0, any_tensor, 0, any_tensor
+def no_term(any_tensor: Tensor) -> tuple[Arguments, dict[str, int]]:
+    """Arguments and sizes where there is nothing to add."""
+    sizes = {"PIECES": 1, "PARTS": 1, "RANK": 1, "WIDE": NARROWEST, "BESIDE": False}
+    return (any_tensor, 0, 0, 0, any_tensor, 0, any_tensor, any_tensor, 1.0), sizes
 
 
 @triton.jit
@@ -149,9 +178,10 @@ def _down(x, parts, size, first_at, apart_by, scales, out, rows, each, factor,
 
 
 @triton.jit
-def _up(y, t, step, group_step, row_step, parts, size, at, bias, rows, outer,
-        PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, BIAS: tl.constexpr, EXACT: tl.constexpr,
-        ROWS: tl.constexpr, OUTER: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+def _up(y, t, step, group_step, row_step, parts, size, at, scales, factor, bias, rows, outer,
+        PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, BESIDE: tl.constexpr,
+        BIAS: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, OUTER: tl.constexpr):  # fmt: skip
+    tl.static_assert(not BESIDE)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     line = tl.program_id(1) * OUTER + tl.arange(0, OUTER)
     module = tl.program_id(2)
@@ -199,7 +229,6 @@ def down(x: Tensor, factors: Factors, scales: Tensor) -> Tensor:
 
 def up(y: Tensor, term: Term, bias: Tensor | None) -> None:
     """y[G, rows, outer] = t·Eᵀ + bias[G, outer]; each E is [outer, rank] in every part."""
-    assert term.scales is None
     _, rows, outer = y.shape
     _up[(triton.cdiv(rows, UP["ROWS"]), triton.cdiv(outer, UP["OUTER"]), len(y))](
         y, *term.arguments, y if bias is None else bias, rows, outer,

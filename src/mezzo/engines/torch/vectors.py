@@ -7,49 +7,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mezzo.engines.torch.thin import NO_TERM, Term, no_arguments, whole
+from mezzo.engines.torch.thin import Beside
 
 FEW = 8
-"""Columns of a thin term that a norm adds: a program holds their factors in registers."""
+"""Columns of a thin term that a norm adds: by plain multiplications, which for so few beat what it takes to feed tensor cores."""
 
 
 @triton.jit
-def _norm(x, residual, bias, gain, shift, out, bias_step, gain_step, shift_step, rows, each, eps,
-          x_step, t, t_step, group_step, row_step, parts, size, at, scales, factor,
+def _norm(x, x_step, residual, bias, gain, shift, out, bias_step, gain_step, shift_step, each, eps,
+          t, t_step, up, scales, factor,
           WIDTH: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, SHIFT: tl.constexpr,
-          CENTRED: tl.constexpr, THIN: tl.constexpr, SCALED: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr,
-          RANK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    column = tl.arange(0, BLOCK)
+          CENTRED: tl.constexpr, THIN: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """Blocks of ROWS rows belong to one member: `each` is a multiple of ROWS."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    member = first // each
+    row, column = first + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     real = column < WIDTH
-    if THIN:  # so few columns that plain multiplications beat what it takes to feed the tensor cores a few rows
-        number = tl.arange(0, THIN)
-        start = parts + tl.multiple_of(tl.load(at), 64) + number % RANK
-        if PARTS > 1:
-            start += (number // RANK) * size
-        known = real[:, None] & (number < PARTS * RANK)[None, :]
-        e = tl.load(start[None, :] + column[:, None] * RANK, mask=known, other=0.0).to(tl.float32)
-    for one in tl.static_range(ROWS):
-        row = tl.program_id(0).to(tl.int64) * ROWS + one
-        here = real & (row < rows)
-        member = row // each
-        value = tl.load(x + row * x_step + column, mask=here, other=0.0).to(tl.float32)
-        if THIN:
-            some = (row + 0 * number < rows) & (number < PARTS * RANK)
-            own = whole(t, t_step, row * row_step + number, some, PIECES).to(tl.float32)
-            if not SCALED:
-                own *= tl.load(scales + member, mask=row < rows, other=0.0) * factor
-            value += tl.sum(e * own[None, :], 1)
-        if BIAS:
-            value += tl.load(bias + member * bias_step + column, mask=here, other=0.0).to(tl.float32)
-        if RESIDUAL:
-            value += tl.load(residual + row * WIDTH + column, mask=here, other=0.0).to(tl.float32)
-        if CENTRED:
-            value = tl.where(real, value - tl.sum(value, 0) / WIDTH, 0.0)
-        value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
-        value *= tl.load(gain + member * gain_step + column, mask=here, other=0.0).to(tl.float32)
-        if SHIFT:
-            value += tl.load(shift + member * shift_step + column, mask=here, other=0.0).to(tl.float32)
-        tl.store(out + row * WIDTH + column, value.to(out.dtype.element_ty), mask=here)
+    here, at = real[None, :], row[:, None] * WIDTH + column[None, :]
+    value = tl.load(x + row[:, None] * x_step + column[None, :], mask=here, other=0.0).to(tl.float32)
+    for one in tl.static_range(THIN):
+        own = tl.load(t + row * t_step + one).to(tl.float32) * (tl.load(scales + member) * factor)
+        value += own[:, None] * tl.load(up + one * WIDTH + column, mask=real, other=0.0).to(tl.float32)[None, :]
+    if BIAS:
+        value += tl.load(bias + member * bias_step + column, mask=real, other=0.0).to(tl.float32)[None, :]
+    if RESIDUAL:
+        value += tl.load(residual + at, mask=here, other=0.0).to(tl.float32)
+    if CENTRED:
+        value = tl.where(here, value - (tl.sum(value, 1) / WIDTH)[:, None], 0.0)
+    value *= tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)[:, None]
+    value *= tl.load(gain + member * gain_step + column, mask=real, other=0.0).to(tl.float32)[None, :]
+    if SHIFT:
+        value += tl.load(shift + member * shift_step + column, mask=real, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -90,7 +79,7 @@ def norm(
     residual: Tensor | None = None,
     bias: Tensor | None = None,
     centred: bool = True,
-    term: Term | None = None,
+    term: Beside | None = None,
 ) -> Tensor:
     """The norm of x + bias + residual + thin term, with each member's own bias[P, n], gain[P, n] and shift[P, n].
 
@@ -102,17 +91,14 @@ def norm(
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     block = triton.next_power_of_2(width)
     bias_or, shift_or = gain if bias is None else bias, gain if shift is None else shift
-    assert term is None or term.factors.columns <= FEW
-    thin = triton.next_power_of_2(term.factors.columns) if term else 0
-    together = 4 if term else 1  # rows that share one reading of the factors
-    _norm[(triton.cdiv(rows, together),)](
-        x, x if residual is None else residual, bias_or, gain, shift_or, out,
-        bias_or.stride(0), gain.stride(0), shift_or.stride(0), rows, rows // len(gain), eps,
-        width if x.is_contiguous() else x.stride(0),
-        *(term.arguments if term else no_arguments(x)), *(term.scaling if term else (x, 1.0)),
+    each = rows // len(gain)
+    together = 4 if term and each % 4 == 0 else 1  # rows that share one reading of the factors
+    _norm[(rows // together,)](
+        x, width if x.is_contiguous() else x.stride(0), x if residual is None else residual, bias_or, gain, shift_or, out,
+        bias_or.stride(0), gain.stride(0), shift_or.stride(0), each, eps,
+        *((term.t, term.t.stride(1), term.up, term.scales, term.factor) if term else (x, 0, x, x, 1.0)),
         WIDTH=width, BLOCK=block, RESIDUAL=residual is not None, BIAS=bias is not None, SHIFT=shift is not None,
-        CENTRED=centred, THIN=thin, SCALED=term is None or term.scales is None, **(term.sizes if term else NO_TERM),
-        ROWS=together, num_warps=4 if block <= 2048 else 8,
+        CENTRED=centred, THIN=term.up.shape[1] if term else 0, ROWS=together, num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
     return out
 
