@@ -177,10 +177,10 @@ class Layer:
         seen = encoder_kernels.attend(y, biases, hidden.shape[1], self.heads, self.scaling, members, term, mask)
         x = self._normed(self.out, seen, x, self.norms[0])
         wide, term = self.wide(x)
-        if term is None:
-            vectors.add_bias(wide, self.wide.bias(), gelu=True)
-        else:
+        if isinstance(term, thin.Term):
             wide = encoder_kernels.gelu(wide, self.wide.bias(), members, term)
+        else:
+            wide = vectors.add_bias(wide, self.wide.bias(), gelu=True, term=term)
         return self._normed(self.narrow, wide, x, self.norms[1]).view(hidden.shape)
 
     def _normed(self, product: Product, x: Tensor, residual: Tensor, norm: nn.LayerNorm) -> Tensor:
