@@ -97,7 +97,7 @@ class Product:
     def _with_beside(self, x: Tensor, factors: thin.Factors) -> tuple[Tensor, thin.Beside]:
         y, width = torch.mm(x, self.all.T), len(self.weight)
         t = y[:, width : width + self.below].view(len(x), -1, factors.rank).transpose(0, 1)
-        return y[:, :width], thin.Beside(t, self.up, self.population.point.scales, factors.factor, self.places)
+        return y[:, :width], thin.Beside(t, factors, self.up, self.population.point.scales, self.places)
 
     def _term(self, x: Tensor, factors: thin.Factors) -> thin.Term:
         return thin.Term(thin.down(x, factors, self.population.point.scales), factors, self.places)
@@ -177,10 +177,10 @@ class Layer:
         seen = encoder_kernels.attend(y, biases, hidden.shape[1], self.heads, self.scaling, members, term, mask)
         x = self._normed(self.out, seen, x, self.norms[0])
         wide, term = self.wide(x)
-        if isinstance(term, thin.Term):
-            wide = encoder_kernels.gelu(wide, self.wide.bias(), members, term)
+        if term is None:
+            vectors.add_bias(wide, self.wide.bias(), gelu=True)
         else:
-            wide = vectors.add_bias(wide, self.wide.bias(), gelu=True, term=term)
+            encoder_kernels.gelu(wide, self.wide.bias(), members, term)
         return self._normed(self.narrow, wide, x, self.norms[1]).view(hidden.shape)
 
     def _normed(self, product: Product, x: Tensor, residual: Tensor, norm: nn.LayerNorm) -> Tensor:

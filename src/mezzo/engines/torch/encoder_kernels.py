@@ -23,17 +23,13 @@ GELU = {"ROWS": 32, "COLUMNS": 128, "num_warps": 4}
 def _up(total, t, step, group_step, row_step, parts, size, at, scale, row, real, line, inside, place: tl.constexpr,
         PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, BESIDE: tl.constexpr,
         EXACT: tl.constexpr):  # fmt: skip
-    """total + t·Eᵀ at these rows and lines, for one layer of a group; BESIDE: + scale·t·E, as `thin.Beside` has it."""
+    """total + t·Eᵀ at these rows and lines, for one layer of a group; BESIDE: + scale·t·Eᵀ."""
     column = tl.arange(0, WIDE)
     known = column < PARTS * RANK
     at_t = place * group_step + row.to(tl.int64)[:, None] * row_step + column[None, :]
     t_tile = whole(t, step, at_t, real[:, None] & known[None, :], PIECES)
-    if BESIDE:
-        at_e = parts + (place * RANK + column)[:, None] * size + line[None, :]
-    else:
-        start = parts + tl.multiple_of(tl.load(at + place), 64) + (column // RANK) * size + column % RANK
-        at_e = start[:, None] + line[None, :] * RANK
-    e_tile = tl.load(at_e, mask=known[:, None] & inside[None, :], other=0.0)
+    start = parts + tl.multiple_of(tl.load(at + place), 64) + (column // RANK) * size + column % RANK
+    e_tile = tl.load(start[:, None] + line[None, :] * RANK, mask=known[:, None] & inside[None, :], other=0.0)
     if BESIDE:
         return total + scale * product(t_tile, e_tile, tl.zeros_like(total), EXACT)
     else:
@@ -108,23 +104,20 @@ def _attend(y, step, q_bias, k_bias, v_bias, bias_step, mask, mask_row, mask_que
 
 
 @triton.jit
-def _gelu(y, step, out, bias, bias_step, rows, each, term, t_step, group_step, row_step, parts, size, at, scales, factor,
+def _gelu(y, step, bias, bias_step, rows, each, term, t_step, group_step, row_step, parts, size, at, scales, factor,
           WIDTH: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr,
           BESIDE: tl.constexpr, SAME: tl.constexpr, EXACT: tl.constexpr,
           ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     line = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     real, inside = row < rows, line < WIDTH
-    value = tl.load(
-        y + row.to(tl.int64)[:, None] * step + line[None, :], mask=real[:, None] & inside[None, :], other=0.0
-    ).to(tl.float32)
+    place, here = y + row.to(tl.int64)[:, None] * step + line[None, :], real[:, None] & inside[None, :]
+    value = tl.load(place, mask=here, other=0.0).to(tl.float32)
     value += _vector(bias, bias_step, row, each, line, real, inside, SAME)
     scale = tl.load(scales + row // each, mask=real, other=0.0)[:, None] * factor if BESIDE else 1.0
     value = _up(value, term, t_step, group_step, row_step, parts, size, at, scale, row, real, line, inside, 0,
                 PIECES, PARTS, RANK, WIDE, BESIDE, EXACT)  # fmt: skip
-    value = gelu_of(value, EXACT)
-    target = out + row.to(tl.int64)[:, None] * WIDTH + line[None, :]
-    tl.store(target, value.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+    tl.store(place, gelu_of(value, EXACT).to(y.dtype.element_ty), mask=here)
 
 
 def attend(
@@ -158,12 +151,10 @@ def attend(
     return out
 
 
-def gelu(y: Tensor, bias: Tensor, members: int, term: Term | Beside) -> Tensor:
-    """GELU of y + bias[P, n] + thin term."""
+def gelu(y: Tensor, bias: Tensor, members: int, term: Term | Beside) -> None:
+    """GELU of y + bias[P, n] + thin term, in place; y may be the first columns of something wider."""
     rows, width = y.shape
-    out = torch.empty((rows, width), device=y.device, dtype=y.dtype)
     _gelu[(triton.cdiv(rows, GELU["ROWS"]), triton.cdiv(width, GELU["COLUMNS"]))](
-        y, y.stride(0), out, bias, bias.stride(0), rows, rows // members, *term.arguments, WIDTH=width, **term.sizes,
+        y, y.stride(0), bias, bias.stride(0), rows, rows // members, *term.arguments, WIDTH=width, **term.sizes,
         SAME=rows // members % GELU["ROWS"] == 0, EXACT=y.dtype == torch.float32, **GELU,
     )  # fmt: skip
-    return out

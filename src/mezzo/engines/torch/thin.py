@@ -81,32 +81,22 @@ class Term:
 @dataclass(frozen=True)
 class Beside:
     """The same of low-rank noise whose way down was part of the layers' product: t[G, rows, rank] are columns of it, without
-    their scales; the factors of the way up are turned, up[G, rank, outer]."""
+    their scales. For those who multiply plainly the factors of the way up are there turned as well, up[G, rank, outer]."""
 
     t: Tensor
+    factors: Factors
     up: Tensor
     scales: Tensor
-    factor: float
     places: tuple[int, ...] = (0,)
 
     @property
     def arguments(self) -> Arguments:
-        return (
-            self.t,
-            0,
-            self.t.stride(0),
-            self.t.stride(1),
-            self.up,
-            self.up.shape[2],
-            self.t,
-            self.scales,
-            self.factor,
-        )
+        factors, (groups, rows) = self.factors, (self.t.stride(0), self.t.stride(1))
+        return self.t, 0, groups, rows, factors.parts, 0, factors.up_at, self.scales, factors.factor
 
     @property
     def sizes(self) -> dict[str, int]:
-        rank = self.up.shape[1]
-        return {"PIECES": 1, "PARTS": 1, "RANK": rank, "WIDE": max(NARROWEST, rank), "BESIDE": True}
+        return {"PIECES": 1, "PARTS": 1, "RANK": self.factors.rank, "WIDE": self.factors.wide, "BESIDE": True}
 
 
 def no_term(any_tensor: Tensor) -> tuple[Arguments, dict[str, int]]:

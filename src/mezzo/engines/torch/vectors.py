@@ -10,18 +10,7 @@ from torch import Tensor
 from mezzo.engines.torch.thin import Beside
 
 FEW = 8
-"""Columns of a thin term that are added here: by plain multiplications, which for so few beat what it takes to feed tensor cores."""
-TOGETHER = 16
-"""Rows that share one reading of such a term's factors on their way to GELU."""
-
-
-@triton.jit
-def _moved(value, t, t_step, up, scale, row, column, real, WIDTH: tl.constexpr, THIN: tl.constexpr):
-    """value + scale·t·up at these rows and columns."""
-    for one in tl.static_range(THIN):
-        own = tl.load(t + row * t_step + one).to(tl.float32) * scale
-        value += own[:, None] * tl.load(up + one * WIDTH + column, mask=real, other=0.0).to(tl.float32)[None, :]
-    return value
+"""Columns of a thin term that a norm adds: by plain multiplications, which for so few beat feeding the tensor cores."""
 
 
 @triton.jit
@@ -37,8 +26,9 @@ def _norm(x, x_step, residual, bias, gain, shift, out, bias_step, gain_step, shi
     here, at = real[None, :], row[:, None] * WIDTH + column[None, :]
     place = row[:, None] * x_step + column[None, :] if THIN else at
     value = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
-    if THIN:
-        value = _moved(value, t, t_step, up, tl.load(scales + member) * factor, row, column, real, WIDTH, THIN)
+    for one in tl.static_range(THIN):
+        own = tl.load(t + row * t_step + one).to(tl.float32) * (tl.load(scales + member) * factor)
+        value += own[:, None] * tl.load(up + one * WIDTH + column, mask=real, other=0.0).to(tl.float32)[None, :]
     if BIAS:
         value += tl.load(bias + member * bias_step + column, mask=real, other=0.0).to(tl.float32)[None, :]
     if RESIDUAL:
@@ -66,23 +56,20 @@ def gelu_of(value, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _add_bias(y, y_step, out, bias, bias_step, each, t, t_step, up, scales, factor,
-              WIDTH: tl.constexpr, GELU: tl.constexpr, THIN: tl.constexpr, EXACT: tl.constexpr,
-              ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _add_bias(
+    y, bias, bias_step, each,
+    WIDTH: tl.constexpr, GELU: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Blocks of ROWS rows belong to one member: `each` is a multiple of ROWS."""
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    member = first // each
-    row, column = first + tl.arange(0, ROWS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64) * ROWS
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = column < WIDTH
-    vector = tl.load(bias + member * bias_step + column, mask=real, other=0.0)
-    at = row[:, None] * WIDTH + column[None, :]
-    place = row[:, None] * y_step + column[None, :] if THIN else at
-    value = tl.load(y + place, mask=real[None, :], other=0.0).to(tl.float32) + vector[None, :]
-    if THIN:
-        value = _moved(value, t, t_step, up, tl.load(scales + member) * factor, row, column, real, WIDTH, THIN)
+    vector = tl.load(bias + (row // each) * bias_step + column, mask=real, other=0.0)
+    place = y + (row + tl.arange(0, ROWS))[:, None] * WIDTH + column[None, :]
+    value = tl.load(place, mask=real[None, :], other=0.0).to(tl.float32) + vector[None, :]
     if GELU:
         value = gelu_of(value, EXACT)
-    tl.store(out + at, value.to(y.dtype.element_ty), mask=real[None, :])
+    tl.store(place, value.to(y.dtype.element_ty), mask=real[None, :])
 
 
 def norm(
@@ -110,32 +97,22 @@ def norm(
     _norm[(rows // together,)](
         x, x.stride(0) if term else width, x if residual is None else residual, bias_or, gain, shift_or, out,
         bias_or.stride(0), gain.stride(0), shift_or.stride(0), each, eps,
-        *_beside(term, x),
+        *((term.t, term.t.stride(1), term.up, term.scales, term.factors.factor) if term else (x, 0, x, x, 1.0)),
         WIDTH=width, BLOCK=block, RESIDUAL=residual is not None, BIAS=bias is not None, SHIFT=shift is not None,
         CENTRED=centred, THIN=term.up.shape[1] if term else 0, ROWS=together, num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
     return out
 
 
-def add_bias(y: Tensor, bias: Tensor, gelu: bool = False, term: Beside | None = None) -> Tensor:
-    """y + bias[P, n], then GELU if wanted; y holds the members' rows one block after the other. In place, but with a thin term
-    that is to be added too: then y is the first columns of longer rows."""
+def add_bias(y: Tensor, bias: Tensor, gelu: bool = False) -> Tensor:
+    """y + bias[P, n] in place, then GELU if wanted; y holds the members' rows one block after the other."""
     width = y.shape[-1]
     rows = y.numel() // width
     each = rows // len(bias)
-    out = torch.empty((rows, width), device=y.device, dtype=y.dtype) if term else y
-    together = next(count for count in (TOGETHER if term else 8, 8, 4, 2, 1) if each % count == 0)
+    together = next(count for count in (8, 4, 2, 1) if each % count == 0)
     block = min(512, triton.next_power_of_2(width))
     _add_bias[(rows // together, triton.cdiv(width, block))](
-        y, y.stride(0) if term else width, out, bias, bias.stride(0), each, *_beside(term, y),
-        WIDTH=width, GELU=gelu, THIN=term.up.shape[1] if term else 0, EXACT=y.dtype == torch.float32,
-        ROWS=together, BLOCK=block, num_warps=4,
+        y, bias, bias.stride(0), each,
+        WIDTH=width, GELU=gelu, EXACT=y.dtype == torch.float32, ROWS=together, BLOCK=block, num_warps=4,
     )  # fmt: skip
-    return out
-
-
-def _beside(term: Beside | None, any_tensor: Tensor) -> tuple[Tensor, int, Tensor, Tensor, float]:
-    """What `_moved` is told."""
-    if term is None:
-        return any_tensor, 0, any_tensor, any_tensor, 1.0
-    return term.t, term.t.stride(1), term.up, term.scales, term.factor
+    return y
