@@ -174,6 +174,8 @@ def test_what_was_begun_is_dropped_where_another_question_comes(tmp_path):
     moved(8, None)
     assert engine.digest() == twin.digest()
     engine.advance(question(9), None)
+    with pytest.raises(RunFailed, match="not recorded"):
+        engine.advance(question(10), None)
     with pytest.raises(RunFailed, match="moved the weights by"):
         engine.apply([outside])
 

@@ -101,18 +101,20 @@ class Ahead:
         self.slots = (Slot(), Slot())
         self._flying: Slot | None = None
         self._moved: Update | None = None
-        """What the weights were moved by and nobody has confirmed."""
+        """What the weights were moved by and nobody has confirmed: it is not in the journal yet."""
 
     def advance(self, now: Question, after: Callable[[], Question] | None) -> npt.NDArray[np.float64] | None:
+        if self._moved is not None:
+            raise RunFailed("the last step moved the weights and was not recorded: continue with --resume")
+        if self._flying is None or not _same(self._flying.question, now):
+            self.drop()
+            self._flying = self._launched(now, self.slots[0])
         flying, self._flying = self._flying, None
-        if flying is None or not _same(flying.question, now):
-            self.waiting.drop()
-            flying = self._launched(now, self.slots[0])
         if flying is None:
             return None
         if after is not None:
             self._flying = self._launched(after(), self.slots[flying is self.slots[0]])
-        if self._flying is None:  # the move is part of what was launched, if anything was
+        if self._flying is None:  # else the move is part of what was launched
             self.waiting.make()
             self.waiting.drop()
         up, down, keep, coef = flying.read().tolist()
@@ -133,9 +135,10 @@ class Ahead:
         return True
 
     def drop(self) -> None:
-        """The weights change: what was begun does not count."""
-        self._flying = None
-        self.waiting.drop()
+        """What was begun does not count: the weights change, or another question comes."""
+        if self._flying is not None:
+            self._flying = None
+            self.waiting.drop()
 
     def _launched(self, question: Question, slot: Slot) -> Slot | None:
         """Everything a step does until its outcome is on its way to the host; None where this question is not one of ours."""

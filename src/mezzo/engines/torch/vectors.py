@@ -44,15 +44,16 @@ def _norm(x, x_step, residual, bias, gain, shift, out, bias_step, gain_step, shi
 
 @triton.jit
 def gelu_of(value, EXACT: tl.constexpr):
-    """GELU by the error function. Where the outcome is rounded to sixteen bits, by a polynomial that is right to 1.5e-7
-    (Abramowitz and Stegun 7.1.26) at half the instructions."""
+    """GELU by the error function. Where the outcome is rounded to sixteen bits, by half of a polynomial that is right to 1.5e-7
+    (Abramowitz and Stegun 7.1.26): fewer instructions, of which a root that is right to 2⁻²² saves a division."""
     if EXACT:
         return 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
     else:
         size = tl.abs(value)
-        t = 1.0 / (1.0 + 0.23164188871949554 * size)
-        series = 0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))
-        return tl.maximum(value, 0.0) - size * (0.5 * t * series * tl.exp(-0.5 * value * value))
+        below = 1.0 + 0.23164188871949554 * size
+        t = tl.rsqrt(below * below)
+        series = 0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)))
+        return tl.maximum(value, 0.0) - (size * t) * (series * tl.exp2(value * value * -0.7213475204444817))
 
 
 @triton.jit
