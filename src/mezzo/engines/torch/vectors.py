@@ -26,9 +26,11 @@ def _norm(x, x_step, residual, bias, gain, shift, out, bias_step, gain_step, shi
     here, at = real[None, :], row[:, None] * WIDTH + column[None, :]
     place = row[:, None] * x_step + column[None, :] if THIN else at
     value = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
-    for one in tl.static_range(THIN):
-        own = tl.load(t + row * t_step + one).to(tl.float32) * (tl.load(scales + member) * factor)
-        value += own[:, None] * tl.load(up + one * WIDTH + column, mask=real, other=0.0).to(tl.float32)[None, :]
+    if THIN:
+        scale = tl.load(scales + member) * factor
+        for one in tl.static_range(THIN):
+            own = tl.load(t + row * t_step + one).to(tl.float32) * scale
+            value += own[:, None] * tl.load(up + one * WIDTH + column, mask=real, other=0.0).to(tl.float32)[None, :]
     if BIAS:
         value += tl.load(bias + member * bias_step + column, mask=real, other=0.0).to(tl.float32)[None, :]
     if RESIDUAL:
