@@ -102,7 +102,7 @@ class Journal:
         return cls(path, content, file, _salt(header_line), content.size)
 
     def append(self, record: StepRecord) -> None:
-        """Hand one step to the operating system, before its update is applied."""
+        """Hand one step to the operating system, before anybody sees weights that it moved."""
         self._append(_encode(record))
         if time.monotonic() - self._synced >= SYNC_SECONDS:
             self._sync_aside()

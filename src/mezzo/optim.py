@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mezzo.errors import ConfigError, nearest
-from mezzo.types import Slope, Update
+from mezzo.types import Rule, Slope, Update
 
 Schedule = Callable[[int], float]
 LARGEST = float(np.finfo(np.float32).max)
@@ -47,8 +47,16 @@ class Sgd:
 
     def step(self, slopes: Sequence[Slope], step: int) -> Update:
         rate = self.lr(step)
-        keep = _float32(1.0 - rate * self.weight_decay)
+        keep = self._keep(rate)
         return Update(tuple((s.seed, self._coefficient(s.value, rate, len(slopes))) for s in slopes), keep)
+
+    def rule(self, step: int, spread: float) -> Rule:
+        """The same for the losses of one pair whose probes lie `spread` apart, as numbers."""
+        rate = self.lr(step)
+        return Rule(spread, rate, self.clip, self._keep(rate))
+
+    def _keep(self, rate: float) -> float:
+        return _float32(1.0 - rate * self.weight_decay)
 
     def _coefficient(self, slope: float, rate: float, samples: int) -> float:
         clipped = max(-self.clip, min(self.clip, slope)) if self.clip > 0 else slope

@@ -12,15 +12,15 @@ from types import FrameType
 from typing import Any
 
 from mezzo.batches import Batches
-from mezzo.engines.base import Engine, Foresighted
+from mezzo.engines.base import Autonomous, Engine, Foresighted
 from mezzo.errors import JournalError, RunFailed
-from mezzo.estimators import Estimator
+from mezzo.estimators import Estimator, Spsa
 from mezzo.evaluation import Evaluation, rank
 from mezzo.journal import Journal
-from mezzo.objectives import Objective
+from mezzo.objectives import Losses, Objective, cross_entropy
 from mezzo.optim import Sgd
 from mezzo.snapshots import Snapshots
-from mezzo.types import Batch, Probe, StepRecord, Update
+from mezzo.types import Question, Rule, StepRecord, Update
 
 SKIPS = 20
 """Consecutive steps without a finite loss after which a run gives up."""
@@ -67,11 +67,13 @@ class MeZOTrainer:
     _skips: int = field(init=False, default=0)
     _snapshot_at: float = field(init=False, default=0.0)
     _foresighted: Foresighted | None = field(init=False, default=None)
-    _known: tuple[int, Batch, tuple[Probe, ...]] | None = field(init=False, default=None)
+    _autonomous: Autonomous | None = field(init=False, default=None)
+    _known: dict[int, Question] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.step = self.start
         self._foresighted = self.engine if isinstance(self.engine, Foresighted) else None
+        self._autonomous = self.engine if isinstance(self.engine, Autonomous) else None
 
     @property
     def best(self) -> Best | None:
@@ -95,12 +97,9 @@ class MeZOTrainer:
 
     def one_step(self, step: int) -> StepRecord:
         """The algorithm: everything else in this file decides when to do it."""
-        batch, probes = self._question(step)
-        if self._foresighted and step + 1 < self.limits.steps:
-            self._foresighted.expect(lambda: self._question(step + 1))
-        scores = self.engine.score(batch, probes)
-        losses = self.objective(scores, batch)
-        slopes = self.estimator.tell(probes, losses)
+        question = self._question(step)
+        losses = self._judged(question, step)
+        slopes = self.estimator.tell(question.probes, losses)
         usable = all(math.isfinite(value) for value in (*losses, *(slope.value for slope in slopes)))
         update = self.optimizer.step(slopes, step) if usable else Update()
         if not all(math.isfinite(value) for value in (update.keep, *(coef for _, coef in update.terms))):
@@ -113,16 +112,34 @@ class MeZOTrainer:
             self.optimizer.lr(step),
             skipped="" if usable else "non-finite loss",
         )
-        self.journal.append(record)  # write-ahead: replay heals a crash before apply
+        # Before anybody sees weights that moved: replay heals a crash from here on, and before it, memory is lost with the step.
+        self.journal.append(record)
         self.engine.apply([update])
         self._give_up_if_hopeless(record)
         return record
 
-    def _question(self, step: int) -> tuple[Batch, tuple[Probe, ...]]:
-        """What a step scores, and where; the next step's is known already when the engine looked ahead."""
-        if self._known is None or self._known[0] != step:
-            self._known = step, self.batches(step), self.estimator.ask(step)
-        return self._known[1:]
+    def _judged(self, question: Question, step: int) -> Losses:
+        """Losses by the engine, where it and the method allow its device to go on meanwhile; else scores, and the objective."""
+        after = None if step + 1 >= self.limits.steps else lambda: self._question(step + 1)
+        if self._autonomous and (losses := self._autonomous.advance(question, after)) is not None:
+            return losses
+        if self._foresighted and after:
+            self._foresighted.expect(after)
+        return self.objective(self.engine.score(question.batch, question.probes), question.batch)
+
+    def _question(self, step: int) -> Question:
+        """What a step asks; the next step's is known already when the engine looked ahead."""
+        if step not in self._known:
+            self._known = {number: question for number, question in self._known.items() if number == step - 1}
+            self._known[step] = Question(self.batches(step), self.estimator.ask(step), self._rule(step))
+        return self._known[step]
+
+    def _rule(self, step: int) -> Rule | None:
+        """The step as numbers: where a method is the published one, with no function of a user's in it."""
+        estimator = self.estimator
+        if self.objective is not cross_entropy or not isinstance(estimator, Spsa) or estimator.samples > 1:
+            return None
+        return self.optimizer.rule(step, 2 * estimator.eps)
 
     def _look(self) -> None:
         """Evaluate when due: before the first step, every `eval_every` steps and at the end."""

@@ -95,6 +95,26 @@ class Slope:
     value: float
 
 
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """From the mean cross-entropies of a ± pair to its update: (up − down) / spread is the slope; clipped to ±`clip` where
+    that is positive and times `rate`, it is the coefficient. `keep` is a float32 value."""
+
+    spread: float
+    rate: float
+    clip: float
+    keep: float
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a step asks of an engine; the rule is there where the whole method is one that a device can follow."""
+
+    batch: Batch
+    probes: tuple[Probe, ...]
+    rule: Rule | None = None
+
+
 TensorKind = Literal["matrix", "embedding", "norm", "bias", "head", "lora_A", "lora_B", "prefix", "other"]
 
 

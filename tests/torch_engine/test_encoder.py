@@ -130,6 +130,34 @@ def test_attention_of_short_rows(dtype, length, masked):
     assert (found.double() - expected).norm() < allowed * expected.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("each", [24, 7])
+def test_terms_that_lie_beside_a_product(dtype, each):
+    """Low-rank noise whose way down is the product's last columns: GELU and norm add its way up, with each member's scale."""
+    from mezzo.engines.torch import encoder_kernels, thin, vectors
+
+    rng = np.random.default_rng(0)
+    rank, width, scales, factor, rows = 8, 96, (0.02, -0.03), 0.35, 2 * each
+    longer, residual = (torch.from_numpy(rng.normal(size=(rows, n))).to(DEVICE, dtype) for n in (width + 16, width))
+    up = torch.from_numpy(rng.choice([-1.0, 1.0], size=(width, rank))).to(DEVICE, dtype)
+    bias, gain, shift = (torch.from_numpy(rng.normal(size=(2, width))).float().to(DEVICE) for _ in range(3))
+    factors = thin.Factors(rank, factor, up.view(1, -1), (0,), torch.zeros(1, dtype=torch.int64, device=DEVICE))
+    t = longer[:, width : width + rank][None]
+    term = thin.Beside(t, factors, up.T.contiguous()[None], torch.tensor(scales, device=DEVICE).view(-1, 1))
+    member = torch.arange(rows, device=DEVICE) // each
+    wide = longer.double()
+    own = torch.tensor(scales, device=DEVICE).double()[member, None] * factor
+    moved = wide[:, :width] + own * (wide[:, width : width + rank] @ up.double().T) + bias.double()[member]
+    normed = torch.nn.functional.layer_norm(moved + residual.double(), (width,), eps=1e-5)
+    expected = torch.nn.functional.gelu(moved), normed * gain.double()[member] + shift.double()[member]
+    found = vectors.norm(longer[:, :width], gain, shift, 1e-5, residual, bias, term=term)
+    encoder_kernels.gelu(longer[:, :width], bias, 2, term)
+    allowed = 1e-6 if dtype == torch.float32 else 1e-3
+    for one, wanted in zip((longer[:, :width], found), expected, strict=True):
+        assert (one.double() - wanted).norm() < allowed * wanted.norm()
+    assert torch.equal(longer[:, width:].double(), wide[:, width:]), "what lies beside is left alone"
+
+
 def test_gelu_in_sixteen_bits():
     from mezzo.engines.torch import vectors
 

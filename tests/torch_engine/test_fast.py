@@ -12,7 +12,7 @@ from mezzo.engines.base import Unit
 from mezzo.engines.torch import flat
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.space import Space
-from mezzo.types import Batch, Probe, Prompt, Readout, Update
+from mezzo.types import Batch, Probe, Prompt, Question, Readout, Update
 from tests.conftest import MODELS, VOCAB, make_batch, make_llama, make_roberta
 from tests.reference import plain_scores, written
 from tests.torch_engine.triton_device import DEVICE, INTERPRETED, MARKS
@@ -162,7 +162,7 @@ def test_steps_in_graphs_are_steps_without(space):
     batches = [make_batch(6, seed=seed, lengths=(9, 16)) for seed in range(2)]
     for step in range(12):
         batch, probes = batches[step % 5 == 4], (Probe(((2**63 + step, 0.01),)), Probe(((2**63 + step, -0.01),)))
-        coming = batches[(step + 1) % 5 == 4], (Probe(((2**64 - 1, 0.01),)), Probe(((2**64 - 1, -0.01),)))
+        coming = Question(batches[(step + 1) % 5 == 4], (Probe(((2**64 - 1, 0.01),)), Probe(((2**64 - 1, -0.01),))))
         engine.expect(lambda found=coming: found)  # not what will come: what was sent ahead must not be used
         np.testing.assert_array_equal(engine.score(batch, probes), plain.score(batch, probes))
         update = Update(((2**63 + step, float(np.float32(1e-3))),))

@@ -8,7 +8,7 @@ from mezzo.engines.base import Foresighted, Unit
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.engines.torch.inputs import pack
 from mezzo.space import Space
-from mezzo.types import Batch, Probe, Prompt, Readout
+from mezzo.types import Batch, Probe, Prompt, Question, Readout
 from tests.conftest import make_batch, make_roberta
 
 PAIR = (Probe(((7, 0.02),)), Probe(((7, -0.02),)))
@@ -42,6 +42,6 @@ def test_a_batch_laid_out_ahead_is_used_only_for_itself():
     batches = make_batch(6, seed=1), make_batch(6, seed=2)
     expected = [engine.score(batch, PAIR) for batch in batches]
     for asked in (0, 1):
-        engine.expect(lambda: (batches[0], PAIR))
+        engine.expect(lambda: Question(batches[0], PAIR))
         engine.prepare_expected()
         np.testing.assert_array_equal(engine.score(batches[asked], PAIR), expected[asked])

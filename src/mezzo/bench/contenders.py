@@ -22,7 +22,7 @@ from mezzo.objectives import cross_entropy
 from mezzo.optim import Sgd
 from mezzo.space import Space
 from mezzo.trainer import Limits, MeZOTrainer
-from mezzo.types import Batch, Probe, Scores
+from mezzo.types import Batch, Probe, Question, Scores
 
 EPS, LR = 1e-3, 1e-7
 PAD = 1
@@ -84,7 +84,7 @@ def bare(setting: Setting) -> Step:
     pair = (Probe(),) * (2 * setting.samples)
 
     def step(number: int) -> Scores:
-        engine.expect(lambda: (setting.batch, pair))
+        engine.expect(lambda: Question(setting.batch, pair))
         return engine.score(setting.batch, pair)
 
     return step

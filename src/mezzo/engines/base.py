@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mezzo.engines.hub import Family
 from mezzo.noise import Kind
 from mezzo.space import Space
-from mezzo.types import Batch, Probe, Scores, Trained, Update
+from mezzo.types import Batch, Probe, Question, Scores, Trained, Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,4 +124,18 @@ class Workers(Protocol):
 class Foresighted(Protocol):
     """An engine that prepares a batch and its probes while its device is busy with those before."""
 
-    def expect(self, question: Callable[[], tuple[Batch, Sequence[Probe]]]) -> None: ...
+    def expect(self, question: Callable[[], Question]) -> None: ...
+
+
+@runtime_checkable
+class Autonomous(Protocol):
+    """An engine that can judge a pair of probes by a rule and move by what it found: its device never waits for the host."""
+
+    def advance(self, now: Question, after: Callable[[], Question] | None) -> npt.NDArray[np.float64] | None:
+        """The losses of `now`'s probes, with the weights moved by its rule; `after` is what comes next, which may have been
+        begun when this returns. None: not this question; score it, and apply what follows from that.
+
+        The caller works out the update from these losses, records it and calls `apply` with it, which moves nothing then but
+        makes sure that it is what was moved by.
+        """
+        ...

@@ -48,9 +48,11 @@ class Staging:
 class Captured:
     """One shape: its inputs in device memory, and the graph that reads them once it was captured."""
 
-    def __init__(self, engine: TorchEngine, rows: Rows, batch: Batch, point: Point) -> None:
+    def __init__(
+        self, engine: TorchEngine, rows: Rows, batch: Batch, point: Point, beside: Sequence[Words] = ()
+    ) -> None:
         self.engine, self.batch = engine, batch
-        parts = _parts(rows, point)
+        parts = [*parts_of(rows, point), *beside]
         self.inputs = torch.empty(sum(part.size for part in parts), dtype=torch.int64, device=engine.device)
         views = iter(torch.split(self.inputs, [part.size for part in parts]))
         tensors = {
@@ -61,6 +63,7 @@ class Captured:
         if point.seeds:
             seeds, scales = next(views), next(views).view(torch.float32)[: len(point.probes)].view(-1, 1)
             self.point = Point.in_memory(len(point.probes), seeds, scales)
+        self.beside = tuple(views)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.staging = Staging(self.inputs)
         self.scores = torch.empty(0)
@@ -71,7 +74,7 @@ class Captured:
 
     def send(self, rows: Rows, point: Point) -> None:
         if self.held is None or self.held[0] is not rows or self.held[1] != point.probes:
-            self.staging.send(_parts(rows, point))
+            self.staging.send(parts_of(rows, point))
             self.held = rows, point.probes
 
     def forward(self) -> Tensor:
@@ -150,7 +153,7 @@ def masks_as_outside() -> Iterator[None]:
         masking_utils.is_tracing, masking_utils.find_packed_sequence_indices = tracing, packed
 
 
-def _parts(rows: Rows, point: Point) -> list[Words]:
+def parts_of(rows: Rows, point: Point) -> list[Words]:
     """Everything that changes from step to step, as int64 words in a fixed order."""
     parts = [value.numpy().reshape(-1) for name in TENSORS if (value := getattr(rows, name)) is not None]
     if point.seeds:

@@ -22,6 +22,9 @@ from mezzo.engines.torch.population import Population
 from mezzo.engines.torch.thin_layers import adapter_of
 from mezzo.space import lora_names
 
+LINES = 16
+"""Lines below weights come in so many, so that rows of a product begin where kernels read whole vectors."""
+
 
 def attach(model: nn.Module, population: Population, scaling: float, aside: Sequence[nn.Module] = ()) -> None:
     """Override the forward of every layer that can be computed this way, but for those that step aside."""
@@ -35,7 +38,10 @@ def attach(model: nn.Module, population: Population, scaling: float, aside: Sequ
 
 
 class Product:
-    """Linear layers that read one input, as one product without bias. All are trained densely, or none is."""
+    """Linear layers that read one input, as one product without bias. All are trained densely, or none is.
+
+    Factors V of low-rank noise lie below the weights, so that the product's last columns are x·V.
+    """
 
     def __init__(self, modules: Sequence[nn.Linear], paths: Sequence[str], population: Population,
                  names: dict[int, str], scaling: float) -> None:  # fmt: skip
@@ -43,53 +49,75 @@ class Product:
         self.names = [names[id(module.weight)] for module in modules]
         self.biases = [(module.bias, names[id(module.bias)]) for module in modules]
         self.dense = all(self._is_dense(name) for name in self.names)
-        self.weight = self._together(modules)
-        assert isinstance(population.work, OnDevice)
+        work = population.work
+        assert isinstance(work, OnDevice)
         adapters = [
-            None if self.dense else adapter_of(module, path, population, population.work, names, scaling)
+            None if self.dense else adapter_of(module, path, population, work, names, scaling)
             for module, path in zip(modules, paths, strict=True)
         ]
         found = [pair for pair in adapters if pair is not None]
         self.factors = found[0][1].factors([adapter for adapter, _ in found]) if found else None
         numbers = iter(range(len(found)))
         self.places = tuple(-1 if pair is None else next(numbers) for pair in adapters)
+        few = self.factors is not None and len(self.factors.parts) == 1 and self.factors.rank <= vectors.FEW
+        self.below = len(found) * self.factors.rank if few and self.factors else 0
+        """Lines below the weights that hold factors."""
+        self.all = self._together(modules)
+        self.weight = self.all[: sum(module.out_features for module in modules)]
+        if self.below:
+            shape = (len(found), -1, modules[0].out_features)
+            self.up = self.weight.new_zeros(self.below * modules[0].out_features).view(shape)
+            lines = self.all[len(self.weight) :][: self.below].chunk(len(found))
+            for (adapter, _), down, up in zip(found, lines, self.up, strict=True):
+                work.keep_turned(adapter.down, down)
+                work.keep_turned(adapter.up, up)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, outputs of all layers side by side]"""
-        if not (self.dense and self.population.perturbed):
-            return torch.mm(x, self.weight.T)
-        members = self.population.joint_matrix(self.names, self.weight)
-        found = torch.bmm(x.view(len(members), -1, x.shape[1]), members.mT)
-        return found.view(len(x), -1)
+    def __call__(self, x: Tensor) -> tuple[Tensor, thin.Term | thin.Beside | None]:
+        """[rows, outputs of all layers side by side], and their thin term, which is still to be added."""
+        population = self.population
+        if self.dense and population.perturbed:
+            members = population.joint_matrix(self.names, self.weight)
+            return torch.bmm(x.view(len(members), -1, x.shape[1]), members.mT).view(len(x), -1), None
+        if self.factors is None or not population.perturbed:
+            return torch.mm(x, self.weight.T), None
+        if self.below:
+            return self._with_beside(x, self.factors)
+        return torch.mm(x, self.weight.T), self._term(x, self.factors)
+
+    def alone(self, x: Tensor) -> tuple[Tensor, thin.Beside | None]:
+        """The same of one layer for those who add low-rank noise only: LoRA's term is in the product already."""
+        if self.factors is None or not self.population.perturbed:
+            return self(x)[0], None
+        if self.below:
+            return self._with_beside(x, self.factors)
+        y = torch.empty((len(x), len(self.weight)), device=x.device, dtype=x.dtype)
+        thin.up(y[None], self._term(x, self.factors), None)
+        return y.addmm_(x, self.weight.T), None
+
+    def _with_beside(self, x: Tensor, factors: thin.Factors) -> tuple[Tensor, thin.Beside]:
+        y, width = torch.mm(x, self.all.T), len(self.weight)
+        t = y[:, width : width + self.below].view(len(x), -1, factors.rank).transpose(0, 1)
+        return y[:, :width], thin.Beside(t, factors, self.up, self.population.point.scales, self.places)
+
+    def _term(self, x: Tensor, factors: thin.Factors) -> thin.Term:
+        return thin.Term(thin.down(x, factors, self.population.point.scales), factors, self.places)
 
     def bias(self, number: int = 0) -> Tensor:
         """[P, n] of one of the layers."""
         return _vectors(*self.biases[number], self.population)
 
-    def term(self, x: Tensor) -> thin.Term | None:
-        """The thin term of these layers for the input x, as far as it can go before the product is there."""
-        if self.factors is None or not self.population.perturbed:
-            return None
-        return thin.Term(thin.down(x, self.factors, self.population.point.scales), self.factors, self.places)
-
-    def with_term(self, x: Tensor, few: int) -> tuple[Tensor, thin.Term | None]:
-        """The product of one layer, and its term for others to add; a term of more columns than `few` is in the product."""
-        term = self.term(x)
-        if term is None or term.columns <= few:
-            return self(x), term
-        y = torch.empty((len(x), len(self.weight)), device=x.device, dtype=x.dtype)
-        thin.up(y[None], term, None)
-        return y.addmm_(x, self.weight.T), None
-
     def _is_dense(self, name: str) -> bool:
         return name in self.population.large and not self.population.trained[name].rank
 
     def _together(self, modules: Sequence[nn.Linear]) -> Tensor:
-        """The weights below each other in one tensor, of which the model's own are views from now on."""
-        if len(modules) == 1:
+        """The weights below each other in one tensor, of which the model's own are views from now on, and room below them."""
+        if len(modules) == 1 and not self.below:
             return modules[0].weight.detach()
-        joint = torch.cat([module.weight.detach() for module in modules])
-        for module, name, part in zip(modules, self.names, joint.chunk(len(modules)), strict=True):
+        held = [module.weight.detach() for module in modules]
+        room = -(-self.below // LINES) * LINES
+        joint = torch.cat([*held, held[0].new_zeros((room, held[0].shape[1]))])
+        parts = torch.split(joint, [*(len(one) for one in held), room])
+        for module, name, part in zip(modules, self.names, parts[:-1], strict=True):
             module.weight.data = part
             if name in self.population.large:
                 self.population.large[name] = part
@@ -145,11 +173,10 @@ class Layer:
     def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         x = hidden.view(-1, hidden.shape[-1])
         biases, members = (self.first.bias(0), self.first.bias(1), self.first.bias(2)), self.population.members
-        seen = encoder_kernels.attend(
-            self.first(x), biases, hidden.shape[1], self.heads, self.scaling, members, self.first.term(x), mask
-        )
+        y, term = self.first(x)
+        seen = encoder_kernels.attend(y, biases, hidden.shape[1], self.heads, self.scaling, members, term, mask)
         x = self._normed(self.out, seen, x, self.norms[0])
-        wide, term = self.wide(x), self.wide.term(x)
+        wide, term = self.wide(x)
         if term is None:
             vectors.add_bias(wide, self.wide.bias(), gelu=True)
         else:
@@ -158,7 +185,7 @@ class Layer:
 
     def _normed(self, product: Product, x: Tensor, residual: Tensor, norm: nn.LayerNorm) -> Tensor:
         gain, shift = (_vectors(p, self.names[id(p)], self.population) for p in (norm.weight, norm.bias))
-        y, term = product.with_term(x, vectors.FEW)
+        y, term = product.alone(x)
         return vectors.norm(y, gain, shift, norm.eps, residual, product.bias(), term=term)
 
 

@@ -29,9 +29,10 @@ from mezzo.engines.torch.shared import score_candidates
 from mezzo.engines.units import by_length, width_of
 from mezzo.errors import JournalError, ModelError, RunFailed, SpaceError
 from mezzo.space import Space, lora_names, prefix_names, select
-from mezzo.types import Batch, Probe, Readout, Scores, TensorInfo, Trained, Update
+from mezzo.types import Batch, Probe, Question, Readout, Scores, TensorInfo, Trained, Update
 
 if TYPE_CHECKING:
+    from mezzo.engines.torch.ahead import Ahead
     from mezzo.engines.torch.graphs import Graphs
 
 SHORT = 64
@@ -99,7 +100,8 @@ class TorchEngine:
         self._words: dict[tuple[int, ...], Tensor] = {}
         self.graphs: Graphs | None = None
         self.at_close: Callable[[], None] = lambda: None
-        self._expected: Callable[[], tuple[Batch, Sequence[Probe]]] | None = None
+        self.ahead: Ahead | None = None
+        self._expected: Callable[[], Question] | None = None
         self._laid_out: tuple[Batch, list[Rows]] | None = None
         layers.attach(self.model, self.population, space.scaling)
         prefix.attach(self.model, self.population, self.stated.get)
@@ -115,7 +117,7 @@ class TorchEngine:
         """scores[P, B, C]: pairs of probes by micro-batches of examples, each one forward."""
         out = np.full((len(probes), len(batch), self.width(batch)), -np.inf, dtype=np.float32)
         shared = self.share_prompts and self.causal and batch.readout.kind == "candidates"
-        groups = [] if shared else self._packed(batch)
+        groups = [] if shared else self.packed(batch)
         points = self._points(probes)
         with self._memory_explained(min(len(probes), self.unit.members)):
             if self.graphs is not None and not shared and not self.trunk and all(len(p.seeds) <= 1 for p in points):
@@ -126,24 +128,31 @@ class TorchEngine:
                     self._score_plainly(groups, batch, point, out[first : first + len(point.probes)])
         return out
 
-    def expect(self, question: Callable[[], tuple[Batch, Sequence[Probe]]]) -> None:
+    def advance(self, now: Question, after: Callable[[], Question] | None) -> npt.NDArray[np.float64] | None:
+        """Judge and move on the device, which begins with what comes after before the host has heard of this."""
+        if self.ahead is None or self.trunk:
+            return None
+        with torch.no_grad(), self._memory_explained(len(now.probes)):
+            return self.ahead.advance(now, after)
+
+    def expect(self, question: Callable[[], Question]) -> None:
         """Say which batch and probes come after the next ones: they are prepared while the device is busy with those."""
         self._expected = question
 
     def prepare_expected(self) -> None:
         """The device is busy: a good moment to lay out what comes next, and to send it there."""
         if self._expected is not None:
-            (batch, probes), self._expected = self._expected(), None
-            if self._laid_out is None or self._laid_out[0] is not batch:
-                self._laid_out = batch, pack(batch, self.unit, self.pad_id)
+            question, self._expected = self._expected(), None
+            if self._laid_out is None or self._laid_out[0] is not question.batch:
+                self._laid_out = question.batch, pack(question.batch, self.unit, self.pad_id)
             if self.graphs is not None and len(self._laid_out[1]) == 1:
-                self.graphs.send(self._laid_out[1][0], batch, self._points(probes)[0])
+                self.graphs.send(self._laid_out[1][0], question.batch, self._points(question.probes)[0])
 
     def _points(self, probes: Sequence[Probe]) -> list[Point]:
         size = self.unit.members
         return [Point(tuple(probes[first : first + size]), self.device) for first in range(0, len(probes), size)]
 
-    def _packed(self, batch: Batch) -> list[Rows]:
+    def packed(self, batch: Batch) -> list[Rows]:
         if self._laid_out is None or self._laid_out[0] != batch:
             self._laid_out = batch, pack(batch, self.unit, self.pad_id)
         return self._laid_out[1]
@@ -179,6 +188,8 @@ class TorchEngine:
 
     @torch.no_grad()
     def apply(self, updates: Sequence[Update]) -> None:
+        if self.ahead is not None and self.ahead.confirmed(updates):
+            return
         if self.graphs is None:
             self.population.replay(updates)
         else:
@@ -211,6 +222,8 @@ class TorchEngine:
         if set(tensors) != {t.name for t in self.trained}:
             raise JournalError("the tensors do not belong to this run: their names differ")
         self.settle()
+        if self.ahead is not None:
+            self.ahead.drop()
         for trained in self.trained:
             value = self.population.value(trained.name)
             if tuple(tensors[trained.name].shape) != trained.shape:

@@ -22,6 +22,9 @@ def attach(engine: TorchEngine, scaling: float) -> None:
     blocks.attach(engine.model, population)
     encoder.attach(engine.model, population, scaling, engine.trunk.layers if engine.trunk else ())
     if engine.device.type == "cuda":
+        from mezzo.engines.torch.ahead import Ahead
         from mezzo.engines.torch.graphs import Graphs
 
         engine.graphs = Graphs(engine)
+        if engine.graphs.moves_by_kernels:
+            engine.ahead = Ahead(engine, engine.graphs)

@@ -8,8 +8,8 @@ them runs at a time, and the least recently used are dropped.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from mezzo.types import Batch, Scores, Update
 if TYPE_CHECKING:
     from mezzo.engines.torch.engine import TorchEngine
 
+Shape = TypeVar("Shape", bound=Captured)
 MOST = 32
 """Shapes that are kept. Each costs a few megabytes beside the memory that all share."""
 
@@ -39,7 +40,7 @@ class Graphs:
         self.done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.refused = ""
         """Why nothing is captured, where the model's forward does not allow it."""
-        self._moves = all(t.rank <= LARGEST_RANK for t in engine.trained)
+        self.moves_by_kernels = all(t.rank <= LARGEST_RANK for t in engine.trained)
         self._waiting: CapturedMove | None = None
         """An update of small tensors that is launched together with the next forward, or by `settle` before."""
 
@@ -59,7 +60,7 @@ class Graphs:
 
     def _move(self, update: Update) -> None:
         terms = len(update.terms)
-        if not terms or not self._moves:
+        if not terms or not self.moves_by_kernels:
             self.engine.population.apply(update)
             return
         coefs = np.zeros(-(-(terms + 1) // 2) * 2, dtype=np.float32)
@@ -71,13 +72,13 @@ class Graphs:
         one = self.moves[terms]
         one.staging.fill([seeds.view(np.int64), coefs.view(np.int64)])
         if known:
-            self._capture(one)
+            self.capture(one)
         if one.graph is not None and not self.engine.population.large:
             self._waiting = one
         else:
             one.run()
 
-    def _capture(self, one: Captured | CapturedMove) -> None:
+    def capture(self, one: Captured | CapturedMove) -> None:
         """Capture what is not yet; a model whose forward cannot be captured runs its kernels one by one from then on."""
         if one.graph is not None or self.refused:
             return
@@ -102,27 +103,31 @@ class Graphs:
 
     def send(self, rows: Rows, batch: Batch, point: Point) -> None:
         """What will be scored next, to where its graph reads it, behind what the device is doing; if there is a graph."""
-        one = self.captured.get(_key(rows, batch, point, self.engine.population.trims))
+        one = self.captured.get(key_of(rows, batch, point, self.engine.population.trims))
         if one is not None and one.graph is not None:
             one.send(rows, point)
 
     def _launched(self, rows: Rows, batch: Batch, point: Point) -> Tensor:
-        key = _key(rows, batch, point, self.engine.population.trims)
-        known = key in self.captured
-        if not known:
-            self.captured[key] = Captured(self.engine, rows, batch, point)
-            while len(self.captured) > MOST:
-                self.captured.popitem(last=False)
-        one = self.captured[key]
-        self.captured.move_to_end(key)
+        key = key_of(rows, batch, point, self.engine.population.trims)
+        one, known = self.shape(key, lambda: Captured(self.engine, rows, batch, point))
         one.send(rows, point)
         if known:
             if one.graph is None:
                 self.settle()
-            self._capture(one)
+            self.capture(one)
         scores = self._run(one)
         host = torch.empty(scores.shape, dtype=scores.dtype, pin_memory=True)
         return host.copy_(scores, non_blocking=True)
+
+    def shape(self, key: Hashable, make: Callable[[], Shape]) -> tuple[Shape, bool]:
+        """The shape of this key, and whether it came before; the one that was used longest ago makes room."""
+        known = key in self.captured
+        if not known:
+            self.captured[key] = make()
+            while len(self.captured) > MOST:
+                self.captured.popitem(last=False)
+        self.captured.move_to_end(key)
+        return self.captured[key], known  # type: ignore[return-value]
 
     def _run(self, one: Captured) -> Tensor:
         """Behind the update that waits, if one does: in one launch where that happens again and again."""
@@ -136,5 +141,5 @@ class Graphs:
         return one.run()
 
 
-def _key(rows: Rows, batch: Batch, point: Point, trims: bool) -> Hashable:
+def key_of(rows: Rows, batch: Batch, point: Point, trims: bool) -> Hashable:
     return rows.shapes, rows.padded, batch.readout, len(point.probes), len(point.seeds), trims

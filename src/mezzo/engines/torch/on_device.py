@@ -12,7 +12,7 @@ from mezzo.engines.torch.fused import DeviceNoise, Fused
 from mezzo.engines.torch.layouts import portions
 from mezzo.engines.torch.noise import ALIGN
 from mezzo.engines.torch.points import Point
-from mezzo.engines.torch.streams import Streams, moved_rows
+from mezzo.engines.torch.streams import Streams, Turned, moved_rows
 from mezzo.types import Trained
 
 
@@ -26,6 +26,8 @@ class OnDevice(Fused):
         self.compute = compute
         self._lora: dict[int, tuple[Flat, Streams, Tensor]] = {}
         self._thin: Streams | None = None
+        self._below: list[tuple[int, Tensor]] = []
+        self._turned: Turned | None = None
         self.factor_at: dict[str, int] = {}
         """Where the factor `NAME/U` or `NAME/V` of a tensor begins in `factor_noise`."""
 
@@ -58,6 +60,10 @@ class OnDevice(Fused):
         """[3, n]: a flat buffer of LoRA factors as a sum of two, and its noise, at the point that was begun."""
         return self._lora[id(flat)][2]
 
+    def keep_turned(self, start: int, rows: Tensor) -> None:
+        """Let rows[rank, n] hold the factor that begins at `start` of `factor_noise`, at every point of one direction."""
+        self._below.append((start, rows))
+
     def begin(self, point: Point) -> None:
         super().begin(point)
         if not point.single:
@@ -68,6 +74,9 @@ class OnDevice(Fused):
             streams.fill(point.keys)
         if self._thin:
             self._thin.fill(point.keys)
+        if self._below:
+            self._turned = self._turned or Turned(self._below)
+            self._turned.fill(self.factor_noise)
 
     def moved_rows(self, trained: Trained, value: Tensor, ids: Tensor, point: Point) -> Tensor:
         if not point.single:

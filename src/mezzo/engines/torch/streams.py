@@ -36,6 +36,37 @@ def _rows(value, ids, seeds, scales, key, table, out, count,
         tl.store(out + (member * count + place) * WIDTH + at, moved, mask=real)
 
 
+@triton.jit
+def _turned(source, target, entries, RANK: tl.constexpr, LINES: tl.constexpr):
+    """Factors [lines, RANK] of `source` as RANK rows; entries[factor]: where it begins, where it goes to, how many lines."""
+    entry = entries + 3 * tl.program_id(1)
+    line, column = tl.program_id(0) * LINES + tl.arange(0, LINES), tl.arange(0, RANK)
+    lines = tl.load(entry + 2)
+    real = (line < lines)[:, None] & (column >= 0)[None, :]
+    found = tl.load(source + tl.load(entry) + line[:, None] * RANK + column[None, :], mask=real, other=0.0)
+    tl.store(target + tl.load(entry + 1) + column[None, :] * lines + line[:, None], found, mask=real)
+
+
+class Turned:
+    """Where factors that lie as [lines, rank] in one buffer are kept as [rank, lines] too, anywhere in memory."""
+
+    def __init__(self, places: Sequence[tuple[int, Tensor]]) -> None:
+        self.target = places[0][1]
+        self.rank, self.longest = len(self.target), max(rows.shape[1] for _, rows in places)
+        words: list[int] = []
+        for start, rows in places:
+            assert rows.is_contiguous() and len(rows) == self.rank
+            apart = (rows.data_ptr() - self.target.data_ptr()) // rows.element_size()
+            words += (start, apart % 2**64, rows.shape[1])
+        self.entries = words_on(self.target.device, words)
+
+    def fill(self, source: Tensor) -> None:
+        lines = 256
+        _turned[(triton.cdiv(self.longest, lines), len(self.entries) // 3)](
+            source, self.target, self.entries, RANK=self.rank, LINES=lines
+        )
+
+
 class Streams:
     """Noise of tensors laid side by side, each starting at a multiple of 64 elements."""
 

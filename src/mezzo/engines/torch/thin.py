@@ -37,13 +37,23 @@ class Factors:
     up_at: Tensor
 
     @property
+    def columns(self) -> int:
+        """Of t for one layer, as many as are not zero."""
+        return len(self.parts) * self.rank
+
+    @property
     def wide(self) -> int:
-        """Columns of t for one layer."""
-        return max(NARROWEST, triton.next_power_of_2(len(self.parts) * self.rank))  # type: ignore[no-any-return]
+        """Columns of t for one layer, as kernels see them."""
+        return max(NARROWEST, triton.next_power_of_2(self.columns))  # type: ignore[no-any-return]
 
     def steps(self, inner: int) -> tuple[int, int]:
         """From one column of a layer's factor to the next, and from one line to the next."""
         return (1, self.rank) if len(self.parts) == 1 else (inner, 1)
+
+
+Arguments = tuple[Tensor, int, int, int, Tensor, int, Tensor, Tensor, float]
+"""What the way up is told: t, from one of its pieces, layers and rows to the next; factors, from one part of them to the next,
+where they begin; and the scales of the members with their factor, where t does not hold them."""
 
 
 @dataclass(frozen=True)
@@ -56,22 +66,43 @@ class Term:
     places: tuple[int, ...] = (0,)
 
     @property
-    def columns(self) -> int:
-        """Of t for one layer, as many as are not zero."""
-        return len(self.factors.parts) * self.factors.rank
-
-    @property
-    def arguments(self) -> tuple[Tensor, int, Tensor, int, Tensor]:
-        """What `whole` and the way up are told."""
-        return self.t, self.t.stride(0), self.factors.parts, self.factors.parts.shape[1], self.factors.up_at
+    def arguments(self) -> Arguments:
+        pieces, groups, rows = (self.t.stride(axis) for axis in range(3))
+        parts = self.factors.parts
+        return self.t, pieces, groups, rows, parts, parts.shape[1], self.factors.up_at, self.t, 1.0
 
     @property
     def sizes(self) -> dict[str, int]:
         parts = len(self.factors.parts)
-        return {"PIECES": len(self.t), "PARTS": parts, "RANK": self.factors.rank, "WIDE": self.factors.wide}
+        sizes = {"PIECES": len(self.t), "PARTS": parts, "RANK": self.factors.rank, "WIDE": self.factors.wide}
+        return {**sizes, "BESIDE": False}
 
 
-NO_TERM = {"PIECES": 1, "PARTS": 1, "RANK": 1, "WIDE": NARROWEST}
+@dataclass(frozen=True)
+class Beside:
+    """The same of low-rank noise whose way down was part of the layers' product: t[G, rows, rank] are columns of it, without
+    their scales. For those who multiply plainly the factors of the way up are there turned as well, up[G, rank, outer]."""
+
+    t: Tensor
+    factors: Factors
+    up: Tensor
+    scales: Tensor
+    places: tuple[int, ...] = (0,)
+
+    @property
+    def arguments(self) -> Arguments:
+        factors, (groups, rows) = self.factors, (self.t.stride(0), self.t.stride(1))
+        return self.t, 0, groups, rows, factors.parts, 0, factors.up_at, self.scales, factors.factor
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"PIECES": 1, "PARTS": 1, "RANK": self.factors.rank, "WIDE": self.factors.wide, "BESIDE": True}
+
+
+def no_term(any_tensor: Tensor) -> tuple[Arguments, dict[str, int]]:
+    """Arguments and sizes where there is nothing to add."""
+    sizes = {"PIECES": 1, "PARTS": 1, "RANK": 1, "WIDE": NARROWEST, "BESIDE": False}
+    return (any_tensor, 0, 0, 0, any_tensor, 0, any_tensor, any_tensor, 1.0), sizes
 
 
 @triton.jit
@@ -137,15 +168,16 @@ def _down(x, parts, size, first_at, apart_by, scales, out, rows, each, factor,
 
 
 @triton.jit
-def _up(y, t, step, parts, size, at, bias, rows, outer,
-        PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, BIAS: tl.constexpr, EXACT: tl.constexpr,
-        ROWS: tl.constexpr, OUTER: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+def _up(y, t, step, group_step, row_step, parts, size, at, scales, factor, bias, rows, outer,
+        PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, BESIDE: tl.constexpr,
+        BIAS: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, OUTER: tl.constexpr):  # fmt: skip
+    tl.static_assert(not BESIDE)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     line = tl.program_id(1) * OUTER + tl.arange(0, OUTER)
     module = tl.program_id(2)
     column = tl.arange(0, WIDE)
     real, inside = row < rows, line < outer
-    at_t = (module.to(tl.int64) * rows + row.to(tl.int64)[:, None]) * WIDE + column[None, :]
+    at_t = module.to(tl.int64) * group_step + row.to(tl.int64)[:, None] * row_step + column[None, :]
     t_tile = whole(t, step, at_t, real[:, None], PIECES)
     start = parts + tl.multiple_of(tl.load(at + module), 64) + (column // RANK) * size + column % RANK
     e_tile = tl.load(

@@ -7,59 +7,55 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mezzo.engines.torch.thin import NO_TERM, Term, whole
+from mezzo.engines.torch.thin import Beside
 
 FEW = 8
-"""Columns of a thin term that a norm adds: a program holds their factors in registers."""
+"""Columns of a thin term that a norm adds: by plain multiplications, which for so few beat feeding the tensor cores."""
 
 
 @triton.jit
-def _norm(x, residual, bias, gain, shift, out, bias_step, gain_step, shift_step, rows, each, eps,
-          t, t_step, parts, size, at,
+def _norm(x, x_step, residual, bias, gain, shift, out, bias_step, gain_step, shift_step, each, eps,
+          t, t_step, up, scales, factor,
           WIDTH: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, SHIFT: tl.constexpr,
-          CENTRED: tl.constexpr, THIN: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
-          WIDE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    column = tl.arange(0, BLOCK)
+          CENTRED: tl.constexpr, THIN: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """Blocks of ROWS rows belong to one member: `each` is a multiple of ROWS."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    member = first // each
+    row, column = first + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     real = column < WIDTH
-    if THIN:  # so few columns that plain multiplications beat what it takes to feed the tensor cores a few rows
-        number = tl.arange(0, THIN)
-        start = parts + tl.multiple_of(tl.load(at), 64) + number % RANK
-        if PARTS > 1:
-            start += (number // RANK) * size
-        known = real[:, None] & (number < PARTS * RANK)[None, :]
-        e = tl.load(start[None, :] + column[:, None] * RANK, mask=known, other=0.0).to(tl.float32)
-    for one in tl.static_range(ROWS):
-        row = tl.program_id(0).to(tl.int64) * ROWS + one
-        here = real & (row < rows)
-        member = row // each
-        value = tl.load(x + row * WIDTH + column, mask=here, other=0.0).to(tl.float32)
-        if THIN:
-            own = whole(t, t_step, row * WIDE + number, row + 0 * number < rows, PIECES)
-            value += tl.sum(e * own.to(tl.float32)[None, :], 1)
-        if BIAS:
-            value += tl.load(bias + member * bias_step + column, mask=here, other=0.0).to(tl.float32)
-        if RESIDUAL:
-            value += tl.load(residual + row * WIDTH + column, mask=here, other=0.0).to(tl.float32)
-        if CENTRED:
-            value = tl.where(real, value - tl.sum(value, 0) / WIDTH, 0.0)
-        value *= tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
-        value *= tl.load(gain + member * gain_step + column, mask=here, other=0.0).to(tl.float32)
-        if SHIFT:
-            value += tl.load(shift + member * shift_step + column, mask=here, other=0.0).to(tl.float32)
-        tl.store(out + row * WIDTH + column, value.to(out.dtype.element_ty), mask=here)
+    here, at = real[None, :], row[:, None] * WIDTH + column[None, :]
+    place = row[:, None] * x_step + column[None, :] if THIN else at
+    value = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
+    if THIN:
+        scale = tl.load(scales + member) * factor
+        for one in tl.static_range(THIN):
+            own = tl.load(t + row * t_step + one).to(tl.float32) * scale
+            value += own[:, None] * tl.load(up + one * WIDTH + column, mask=real, other=0.0).to(tl.float32)[None, :]
+    if BIAS:
+        value += tl.load(bias + member * bias_step + column, mask=real, other=0.0).to(tl.float32)[None, :]
+    if RESIDUAL:
+        value += tl.load(residual + at, mask=here, other=0.0).to(tl.float32)
+    if CENTRED:
+        value = tl.where(here, value - (tl.sum(value, 1) / WIDTH)[:, None], 0.0)
+    value *= tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)[:, None]
+    value *= tl.load(gain + member * gain_step + column, mask=real, other=0.0).to(tl.float32)[None, :]
+    if SHIFT:
+        value += tl.load(shift + member * shift_step + column, mask=real, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=here)
 
 
 @triton.jit
 def gelu_of(value, EXACT: tl.constexpr):
-    """GELU by the error function. Where the outcome is rounded to sixteen bits, by a polynomial that is right to 1.5e-7
-    (Abramowitz and Stegun 7.1.26) at half the instructions."""
+    """GELU by the error function. Where the outcome is rounded to sixteen bits, by half of a polynomial that is right to 1.5e-7
+    (Abramowitz and Stegun 7.1.26): fewer instructions, of which a root that is right to 2⁻²² saves a division."""
     if EXACT:
         return 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
     else:
         size = tl.abs(value)
-        t = 1.0 / (1.0 + 0.23164188871949554 * size)
-        series = 0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))
-        return tl.maximum(value, 0.0) - size * (0.5 * t * series * tl.exp(-0.5 * value * value))
+        below = 1.0 + 0.23164188871949554 * size
+        t = tl.rsqrt(below * below)
+        series = 0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)))
+        return tl.maximum(value, 0.0) - (size * t) * (series * tl.exp2(value * value * -0.7213475204444817))
 
 
 @triton.jit
@@ -87,27 +83,26 @@ def norm(
     residual: Tensor | None = None,
     bias: Tensor | None = None,
     centred: bool = True,
-    term: Term | None = None,
+    term: Beside | None = None,
 ) -> Tensor:
     """The norm of x + bias + residual + thin term, with each member's own bias[P, n], gain[P, n] and shift[P, n].
 
-    x holds equal blocks of rows of the members one after the other; `centred` is LayerNorm, else RMSNorm.
+    x holds equal blocks of rows of the members one after the other, and may be the first columns of rows that are longer;
+    `centred` is LayerNorm, else RMSNorm.
     """
     width = x.shape[-1]
     rows = x.numel() // width
-    out = torch.empty_like(x)
+    out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     block = triton.next_power_of_2(width)
     bias_or, shift_or = gain if bias is None else bias, gain if shift is None else shift
-    assert term is None or term.columns <= FEW
-    thin = triton.next_power_of_2(term.columns) if term else 0
-    together = 4 if term else 1  # rows that share one reading of the factors
-    _norm[(triton.cdiv(rows, together),)](
-        x, x if residual is None else residual, bias_or, gain, shift_or, out,
-        bias_or.stride(0), gain.stride(0), shift_or.stride(0), rows, rows // len(gain), eps,
-        *(term.arguments if term else (x, 0, x, 0, x)),
+    each = rows // len(gain)
+    together = 4 if term and each % 4 == 0 else 1  # rows that share one reading of the factors
+    _norm[(rows // together,)](
+        x, x.stride(0) if term else width, x if residual is None else residual, bias_or, gain, shift_or, out,
+        bias_or.stride(0), gain.stride(0), shift_or.stride(0), each, eps,
+        *((term.t, term.t.stride(1), term.up, term.scales, term.factors.factor) if term else (x, 0, x, x, 1.0)),
         WIDTH=width, BLOCK=block, RESIDUAL=residual is not None, BIAS=bias is not None, SHIFT=shift is not None,
-        CENTRED=centred, THIN=thin, **(term.sizes if term else NO_TERM), ROWS=together,
-        num_warps=4 if block <= 2048 else 8,
+        CENTRED=centred, THIN=term.up.shape[1] if term else 0, ROWS=together, num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
     return out
 
