@@ -66,7 +66,7 @@ def open_session(
     **options: Any,
 ) -> Session:
     """As `finetune`, but hands out the run before it starts: iterate `records()`, then call `result()`."""
-    given = {**options, **({"model": model} if model else {})}
+    given = {**options, **({"model": model} if model is not None else {})}
     given |= {"task": str(task)} if isinstance(task, (str, Path)) else {}
     given |= {"objective": objective} if isinstance(objective, str) else {}
     function = None if isinstance(objective, str) else objective
@@ -74,7 +74,8 @@ def open_session(
         _refuse_changes({**given, **({"task": task} if task is not None else {})}, config)
         return starting.resume(resume, observe, given, function)
     rows = {name: given.pop(name) for name in ("train", "dev", "test") if not _is_path(given.get(name))}
-    values = {**(from_file(Path(config)) if config else {}), **given}
+    named = {*given, *(("objective",) if function else ())}
+    values = {**(from_file(Path(config), named) if config else {}), **given}
     stated = get_task(task) if isinstance(task, (Mapping, Task)) else None
     if stated:
         values |= {"task": assembly.saved_task(stated, resolve(values))}

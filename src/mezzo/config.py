@@ -11,7 +11,7 @@ import json
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -161,8 +161,15 @@ def flatten(values: Mapping[str, Any], source: str = "option") -> dict[str, Any]
     return flat
 
 
-def from_file(path: Path) -> dict[str, Any]:
-    """The options of a TOML file, or of the `config.json` of a run (or its folder): that run again, in a new folder."""
+CALLING = ("remote_code", "url", "ray_address")
+"""Options that run somebody's code or send prompts somewhere."""
+
+
+def from_file(path: Path, given: Collection[str] = ()) -> dict[str, Any]:
+    """The options of a TOML file, or of the `config.json` of a run (or its folder): that run again, in a new folder.
+
+    A file may come from a stranger: what runs code or calls somebody is refused in it, unless it is among the `given`.
+    """
     path = path / "config.json" if path.is_dir() else path
     try:
         text = path.read_text(encoding="utf-8")
@@ -176,7 +183,15 @@ def from_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} holds no options: a configuration is an object of names and values")
     if path.suffix == ".json":
         values = {name: value for name, value in values.items() if value is not None and name != "out"}
-    return flatten(values)
+    flat = {name: value for name, value in flatten(values).items() if name not in given}
+    for name, value in flat.items():
+        if (name in CALLING and value) or (name == "objective" and ":" in value):
+            what = {"objective": " MODULE:FUNCTION", "remote_code": ""}.get(name, " ADDRESS")
+            raise ConfigError(
+                f"{path}: {name} is not taken from a file, which may come from a stranger: "
+                f"give --{name.replace('_', '-')}{what} beside it if you trust it"
+            )
+    return flat
 
 
 def convert(name: str, value: Any) -> Any:
@@ -186,6 +201,10 @@ def convert(name: str, value: Any) -> Any:
     if value is None and type(None) in arms:
         return None
     wanted = next(arm for arm in arms if arm is not type(None))
+    if wanted is str and value == "" and getattr(RunConfig(), name) != "":
+        raise ConfigError(f"{name} is empty: give a value, or leave it out")
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{name} holds a NUL character")
     try:
         return _convert(value, wanted)
     except (TypeError, ValueError, OverflowError):

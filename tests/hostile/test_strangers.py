@@ -104,6 +104,37 @@ def test_a_function_that_a_journal_names_is_not_imported(sound_run, refused, pla
     assert (place / "here" / "executed").exists()
 
 
+@pytest.mark.parametrize("suffix", ["json", "toml"])
+def test_a_configuration_runs_nobodys_code(marked_model, tiny_data, refused, place, suffix):
+    (place / "here" / "evil.py").write_text(
+        "open('executed', 'w')\ndef loss(scores, batch): return scores.sum((1, 2))\n"
+    )
+    folder, mark = marked_model
+    file = place / f"stranger.{suffix}"
+    for name, value, flag in (
+        ("objective", "evil:loss", "--objective MODULE:FUNCTION"),
+        ("remote_code", True, "--remote-code"),
+        ("url", ["http://127.0.0.1:9\nmezzo: all is well"], "--url ADDRESS"),
+        ("ray_address", "127.0.0.1:9", "--ray-address ADDRESS"),
+    ):
+        settings = {"model": str(folder), "train": tiny_data, "task": "sst-2", name: value}
+        lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+        file.write_text(json.dumps(settings) if suffix == "json" else "\n".join(lines))
+        for more in ([], ["--print-config"]):
+            assert f"{name} is not taken from a file" in (said := refused("train", "--config", str(file), *more))
+            assert flag in said
+    assert not mark.exists()
+    assert not (place / "here" / "executed").exists()
+
+
+def test_what_is_named_beside_a_configuration_is_taken(tiny_folder, tiny_data, place):
+    (place / "here" / "mine.py").write_text("def loss(scores, batch): return scores.sum((1, 2))\n")
+    (place / "c.toml").write_text('objective = "mine:loss"\nsteps = 2\nbatch_size = 2\n')
+    where = {"task": "sst-2", "train": tiny_data, "config": place / "c.toml", "threads": 1, "device": "cpu"}
+    for number, objective in enumerate(("mine:loss", "accuracy", lambda scores, batch: scores.sum((1, 2)))):
+        assert api.finetune(tiny_folder, objective=objective, out=str(place / f"r{number}"), **where).steps == 2
+
+
 @pytest.mark.parametrize("where", ["journal", "config.json"])
 @pytest.mark.parametrize(("name", "more"), [("url", {"engine": "sglang"}), ("ray_address", {"workers": 1})])
 def test_nobody_is_called_because_a_run_folder_says_so(name, more, where, sound_run, refused, place):
@@ -334,3 +365,38 @@ def test_settings_that_would_exhaust_the_machine_are_refused(key, value, sound_r
         refused("verify", str(run))
     with pytest.raises(ConfigError):
         api.resolve({"samples": 10**9})
+
+
+@pytest.mark.parametrize(
+    ("claim", "message"),
+    [
+        ({"pad_token_id": None}, "counts positions from its pad_token_id"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "is stored quantised"),
+        ({"chunk_size_feed_forward": 7}, "itself fails on a few tokens"),
+        ({"attn_implementation": "kernels-community/evil"}, "runs only with --remote-code"),
+    ],
+)
+def test_claims_of_a_models_settings_are_answered_in_a_line(claim, message, tiny_folder, tiny_data, refused, place):
+    folder = place / "model"
+    shutil.copytree(tiny_folder, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | claim))
+    assert message in refused(*evaluated(folder, tiny_data))
+
+
+def test_half_a_character_in_data_is_found_before_anything_is_trained(tiny_folder, refused, place):
+    data = place / "data.jsonl"
+    data.write_text('{"text": "a fine film", "label": 1}\n{"text": "a \\ud800 film", "label": 0}\n')
+    train = ["train", "--model", str(tiny_folder), "--task", "sst-2", "--train", str(data), "--out", "run"]
+    assert "line 2: 'text' holds half a character" in refused(*train)
+    assert "half a character" in refused("predict", "--model", str(tiny_folder), "--task", "sst-2", "--data", str(data))
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [("--model", "", "model is empty"), ("--train", "", "train is empty"), ("--encoding", "utf-8\0", "NUL")],
+)
+def test_options_without_a_value(option, value, message, refused):
+    """What an unset variable of a shell leaves must not train something else."""
+    assert message in refused("train", option, value)

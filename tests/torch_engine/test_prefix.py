@@ -285,6 +285,8 @@ def test_a_strangers_prefix_is_checked(run, tmp_path, tiny_folder):
         "another model": {**tensors, name: tensors[name][:1]},
         "does not fit": {**tensors, "../../evil": tensors[name]},
         "belongs to": {**tensors, name: tensors[name] * np.float32(np.inf)},
+        f"{name} does not": {**tensors, name: tensors[name].astype(np.int64)},
+        "different length": {**tensors, name: np.repeat(tensors[name], 2, axis=1)},
     }
     for message, content in broken.items():
         (tmp_path / "prefix" / "prefix.safetensors").unlink()

@@ -24,15 +24,19 @@ def train(options: Namespace) -> Any:
     if options.print_config:
         if options.resume:
             raise ConfigError(f"a run's configuration is in {options.resume}/config.json")
-        values = {**(from_file(Path(options.config)) if options.config else {}), **given(options)}
-        text = _toml(api.prepared_config(values))
+        text = _toml(api.prepared_config(_stated(options)))
         print(text, end="", file=sys.stderr if options.json else sys.stdout)
         return {"config": text}
     if ranks.launched():
-        values = {**(from_file(Path(options.config)) if options.config else {}), **given(options)}
-        with ranks.among(str(values.get("backend", "gloo"))) as driver:
+        with ranks.among(str(_stated(options).get("backend", "gloo"))) as driver:
             return _train(options) if driver else (None, 0)  # one process prints
     return _train(options)
+
+
+def _stated(options: Namespace) -> dict[str, Any]:
+    """The options of the configuration file and of the command line, which wins."""
+    here = given(options)
+    return {**(from_file(Path(options.config), here) if options.config else {}), **here}
 
 
 def _train(options: Namespace) -> Any:

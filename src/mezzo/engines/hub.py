@@ -47,7 +47,10 @@ def locate(name: str) -> str:
 def load_config(name: str, remote_code: bool = False) -> Any:
     from transformers import AutoConfig
 
-    return fetched(name, lambda path, **how: AutoConfig.from_pretrained(path, trust_remote_code=remote_code, **how))
+    config = fetched(name, lambda path, **how: AutoConfig.from_pretrained(path, trust_remote_code=remote_code, **how))
+    if "/" in str(asked := getattr(config, "_attn_implementation", None)) and not remote_code:
+        raise ModelError(f"{name} asks for attention code from the hub ({asked}), which runs only with --remote-code")
+    return config
 
 
 def load_tokenizer(name: str, remote_code: bool = False) -> Any:
@@ -96,8 +99,13 @@ def longest_input(config: Any) -> int | None:
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
         return None
-    kin = ("roberta", "camembert", "longformer", "mpnet")
-    return limit - config.pad_token_id - 1 if any(name in config.model_type for name in kin) else limit
+    if not any(name in config.model_type for name in ("roberta", "camembert", "longformer", "mpnet")):
+        return limit
+    if not isinstance(config.pad_token_id, int):
+        raise ModelError(
+            f"a {config.model_type} model counts positions from its pad_token_id; its config.json has none"
+        )
+    return limit - config.pad_token_id - 1
 
 
 def fetched(name: str, load: Callable[..., Any]) -> Any:

@@ -187,11 +187,20 @@ def _opened(found: Records) -> Iterator[tuple[int, Mapping[str, Any]]]:
             ) from None
 
 
+def _whole(text: str, column: str, where: str) -> str:
+    """JSON can hold half a character, which no file can be written with and no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: {column!r} holds half a character (a lone surrogate at {error.start + 1})") from None
+    return text
+
+
 def _field(value: Any, column: str, task: Task, where: str) -> str | list[str]:
     if column in task.candidates and isinstance(value, list | tuple):
-        return as_texts(value)
+        return [_whole(text, column, where) for text in as_texts(value)]
     if isinstance(value, str):
-        return value
+        return _whole(value, column, where)
     if value is None or isinstance(value, list | tuple | Mapping):
         raise DataError(f"{where}: {column!r} is {'null' if value is None else 'not text'}; give a string")
     return str(value)

@@ -46,9 +46,14 @@ def _fits(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
     with prefix.withheld(model):
         ids = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
         known = {info.name: info.shape for info in prefix.catalogue(prefix.activations(model, ids))}
+    lengths: dict[str, int] = {}
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
-        if name not in known or len(shape) != 3 or (shape[0], shape[2]) != known[name] or not tensor.isfinite().all():
+        fits = name in known and len(shape) == 3 and (shape[0], shape[2]) == known[name]
+        if not fits or not tensor.is_floating_point() or not tensor.isfinite().all():
             raise ModelError(
                 f"the prefix in {folder} belongs to another model: {name} does not fit {type(model).__name__}"
             )
+        # Attention without a mask does not compare the lengths of keys and values: it would read past the shorter.
+        if lengths.setdefault(name.rpartition(".")[0], shape[1]) != shape[1]:
+            raise ModelError(f"the prefix in {folder} is damaged: keys and values of {name} are of different length")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from mezzo.errors import ModelError
 from mezzo.types import TensorInfo, TensorKind
 
 LAYER = re.compile(r"\.(\d+)\.")
@@ -90,6 +91,13 @@ def watched(
     try:
         with torch.no_grad():
             model(**inputs)
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"{type(model).__name__} itself fails on a few tokens ({said}); is its config.json whole?"
+        ) from None
     finally:
         for hook in hooks:
             hook.remove()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mezzo import noise
-from mezzo.engines.hub import Family, fetched, quiet
+from mezzo.engines.hub import Family, fetched, load_config, quiet
 from mezzo.engines.torch.claims import weighed
 from mezzo.errors import ConfigError, ModelError
 
@@ -37,6 +37,10 @@ def load_model(
     else:
         auto = transformers.AutoModelForMaskedLM if family == "masked" else transformers.AutoModelForCausalLM
         extra = {}
+    if getattr(load_config(name, remote_code), "quantization_config", None) is not None:
+        raise ModelError(
+            f"{name} is stored quantised: give the checkpoint it was made from, and --quantize 4bit or 8bit"
+        )
     extra |= quantize or {}
     with quiet():
         model, report = fetched(
