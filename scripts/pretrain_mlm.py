@@ -1,7 +1,8 @@
 """Pre-train a small RoBERTa on a text file, with its tokenizer: `python scripts/pretrain_mlm.py TEXT --out DIR`.
 
 Rows are spans of one document, cut at sentence ends. 17% of the tokens are to be guessed, 35% of the opinion words,
-80/10/10 masked, replaced, kept, as in BERT. The defaults made the bundled `roberta-mini` on one H200.
+80/10/10 masked, replaced, kept, as in BERT. The defaults made the first part of the bundled
+`roberta-mini` on one H200; its card has the options of the second.
 """
 
 import torch

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from mezzo.cli import display
+
 FAST = ["--steps", "30", "--batch-size", "4", "--eval-every", "10", "--threads", "1", "--lr", "1e-3"]
 CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -70,3 +72,8 @@ def test_a_program_gets_one_object(command):
     found = json.loads(line)
     assert found["verdict"] and found["memory_mib"] > 0 and found["steps"] == 30
     assert Path(found["out"], "mistakes.jsonl").is_file()
+
+
+def test_a_long_encoding_is_announced_and_a_short_one_is_not():
+    assert "encoding 1,000,000 training examples" in display.sentence("encoding", {"examples": 1_000_000})
+    assert display.sentence("encoding", {"examples": 984}) == ""

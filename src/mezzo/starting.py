@@ -46,7 +46,7 @@ def new(config: RunConfig, observe: Observer, objective: Objective | None = None
         changes = {name: value for name in RESUMABLE if (value := getattr(config, name)) is not None}
         again = changes | ({} if objective else {"objective": config.objective})
         return resume(str(config.out), observe, again, objective)
-    train = parts.encode(splits.train)
+    train = _encoded(parts, splits, observe)
     method = _method(parts.config, objective)
     observe("loading", {"model": config.model, "task": parts.task.name})
     engine = _engine(parts)
@@ -76,7 +76,7 @@ def resume(path: str | Path, observe: Observer, changes: dict[str, Any], objecti
         _named_again(remembered, changes)
         config = from_mapping({**remembered, **asked})
         parts, splits = _prepared(config, task)
-        train = parts.encode(splits.train)
+        train = _encoded(parts, splits, observe)
         assembly.check_header(header, parts, train)
         method = _method(parts.config, objective)
         observe("loading", {"model": config.model, "task": parts.task.name})
@@ -95,6 +95,11 @@ def resume(path: str | Path, observe: Observer, changes: dict[str, Any], objecti
             engine.close()
         raise
     return _begun(_joined(parts, splits, engine, folder, journal, method, train, observe, earlier), train)
+
+
+def _encoded(parts: assembly.Parts, splits: assembly.Splits, observe: Observer) -> tuple[Prompt, ...]:
+    observe("encoding", {"examples": len(splits.train)})
+    return parts.encode(splits.train)
 
 
 def _recorded(content: Content) -> tuple[dict[str, Any], Unit, Task]:

@@ -16,6 +16,8 @@ TONES = {"worked": "green", "unclear": "yellow", "not tested": "yellow"}
 
 WIDE = 105
 """Columns of a terminal from which on there is room for a bar."""
+MANY = 100_000
+"""Examples whose encoding takes so long that it is announced."""
 
 
 @contextlib.contextmanager
@@ -59,6 +61,8 @@ def headline(values: dict[str, Any]) -> str:
 def sentence(event: str, values: dict[str, Any]) -> str:
     """One plain line for events worth one."""
     match event:
+        case "encoding" if values["examples"] >= MANY:
+            return f"encoding {values['examples']:,} training examples (--train-limit N takes fewer)"
         case "start":
             return headline(values)
         case "zero-shot":
