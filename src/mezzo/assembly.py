@@ -22,6 +22,7 @@ from mezzo.files import write_atomically
 from mezzo.limits import pairs
 from mezzo.space import Space
 from mezzo.tasks import Encoder, MLMConfig, Task, bundled_data, get_task, k_shot, load_examples
+from mezzo.tasks.tokens import Tokens
 from mezzo.types import Example, Prompt, Readout
 
 HELD_OUT = 0.1
@@ -112,7 +113,7 @@ def prepare(config: RunConfig, task: Task | None = None) -> Parts:
     encoder = Encoder(
         task,
         tokenizer,
-        max_length=_length(config, task, longest),
+        max_length=_length(config, task, longest, tokenizer),
         demonstrations=splits_of(config, task).train if config.demonstrations else (),
         readout=cast(Any, config.readout),
         vocabulary=config.objective == "vocabulary_cross_entropy",
@@ -128,14 +129,15 @@ def prepare(config: RunConfig, task: Task | None = None) -> Parts:
     return parts
 
 
-def _length(config: RunConfig, task: Task, longest: int | None) -> int | None:
-    """The tokens a prompt may have: as asked, else the task's, and never more than the model has positions for."""
+def _length(config: RunConfig, task: Task, longest: int | None, tokenizer: Any) -> int | None:
+    """The tokens a prompt may have: as asked, else the task's, and never more than the model or its tokenizer takes."""
     if longest is None:
         return config.max_length
     if config.max_length is not None and config.max_length > longest:
         raise ConfigError(f"--max-length {config.max_length} is more than the {longest} tokens {config.model} can read")
     doubled = 2 if config.demonstrations else 1
-    return config.max_length or (longest if task.max_length * doubled > longest else None)
+    most = min(longest, Tokens(tokenizer).limit or longest)
+    return config.max_length or (most if task.max_length * doubled > longest else None)
 
 
 def _absolute(config: RunConfig) -> dict[str, str]:

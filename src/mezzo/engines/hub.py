@@ -17,6 +17,8 @@ from mezzo.errors import ModelError, nearest
 
 Family = Literal["masked", "causal"]
 BUNDLED = "mezzo/"
+VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab*", "*.model", "*.tiktoken")
+"""Files of which a tokenizer has one, whoever wrote it."""
 
 
 def bundled_models() -> tuple[str, ...]:
@@ -57,8 +59,19 @@ def load_tokenizer(name: str, remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     def tried(path: str, **how: Any) -> Any:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=remote_code, **how)
-        tokenizer.decode(tokenizer("A text.")["input_ids"])  # broken settings show only when it is used
+        bare = os.path.isdir(path) and not any(any(Path(path).glob(pattern)) for pattern in VOCABULARIES)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=remote_code, **how)
+            tokenizer.decode(tokenizer("A text.")["input_ids"])  # broken settings show only when it is used
+            if bare and len(tokenizer) <= len(tokenizer.added_tokens_decoder):
+                raise ValueError("a tokenizer of special tokens alone, which transformers makes up")
+        except Exception:
+            if not bare:
+                raise
+            raise ModelError(
+                f"{name} is a folder without a tokenizer; put the files of the model's own tokenizer there, "
+                "as tokenizer.save_pretrained writes them"
+            ) from None
         return tokenizer
 
     return fetched(name, tried)

@@ -64,7 +64,7 @@ def load_model(
 def _fill_missing(model: nn.Module, missing: list[str], name: str, seed: int, fresh_head: bool) -> None:
     """A missing LM head would be random weights that look trained: refuse it. A fresh classification head is our own."""
     base = getattr(model, "base_model_prefix", "")
-    strange = [key for key in missing if not fresh_head or key.startswith(base + ".")]
+    strange = [key for key in missing if not fresh_head or (key.startswith(base + ".") and not _is_pooler(key))]
     if strange:
         shown = ", ".join(strange[:3]) + (" …" if len(strange) > 3 else "")
         raise ModelError(
@@ -74,10 +74,21 @@ def _fill_missing(model: nn.Module, missing: list[str], name: str, seed: int, fr
         for key in missing:
             parameter = model.get_parameter(key)
             if parameter.ndim < 2:
-                parameter.zero_()
+                parameter.fill_(float(_is_gain(model, key)))
                 continue
             values = noise.dense("gaussian", seed, f"init/{key}", 0, parameter.numel())
             parameter.copy_(torch.from_numpy(values).view(parameter.shape).mul_(0.02))
+
+
+def _is_pooler(key: str) -> bool:
+    """BERT and its kin pool inside the base model, for a head alone: a checkpoint saved with its LM head has no pooler."""
+    return "pooler" in key.split(".")
+
+
+def _is_gain(model: nn.Module, key: str) -> bool:
+    """What a norm multiplies by: of zeros nothing would come through."""
+    owner, _, own = key.rpartition(".")
+    return own != "bias" and "norm" in type(model.get_submodule(owner)).__name__.lower()
 
 
 def device_of(name: str) -> torch.device:
