@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mezzo.defaults import SETTINGS, shipped
 from mezzo.engines.base import Engine
 from mezzo.engines.hub import quiet
 from mezzo.errors import ConfigError
-from mezzo.files import explained, write_atomically
+from mezzo.files import explained
 
 
 def export_adapter(engine: Any, parts: Any, out: Path, card: str) -> None:
@@ -25,12 +26,11 @@ def export_adapter(engine: Any, parts: Any, out: Path, card: str) -> None:
         raise ConfigError(
             f"only LoRA and prefix runs have an adapter; this one trained {engine.space.kind!r}: export the model instead"
         )
-    _refuse_used(out)
-    write(engine, parts, out)
-    write_atomically(out / "README.md", card.encode())
+    with _staged(out, card) as folder:
+        write(engine, parts, folder)
 
 
-def _export_lora(engine: Any, parts: Any, out: Path) -> None:
+def _export_lora(engine: Any, parts: Any, folder: Path) -> None:
     """LoRA tensors as PEFT reads them (`adapter_config.json`, `adapter_model.safetensors`)."""
     from safetensors.numpy import save
 
@@ -48,20 +48,18 @@ def _export_lora(engine: Any, parts: Any, out: Path) -> None:
         "inference_mode": True,
         "fan_in_fan_out": bool(engine.transposed),
     }
-    _make(out)
-    write_atomically(out / "adapter_model.safetensors", save(tensors, metadata={"format": "pt"}))
-    write_atomically(out / "adapter_config.json", (json.dumps(settings, indent=2) + "\n").encode())
+    (folder / "adapter_model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
+    _write_json(folder / "adapter_config.json", settings)
 
 
-def _export_prefix(engine: Any, parts: Any, out: Path) -> None:
+def _export_prefix(engine: Any, parts: Any, folder: Path) -> None:
     """PEFT would put a prefix into the key-value cache, where it moves every token to another position: not the same model."""
     from safetensors.numpy import save
 
     tensors = {name: np.ascontiguousarray(value) for name, value in _whole_pairs(engine).items()}
     settings = {"format": PREFIX_FORMAT, "base_model_name_or_path": parts.config.model, "tokens": engine.space.tokens}
-    _make(out)
-    write_atomically(out / "prefix.safetensors", save(tensors, metadata={"format": "pt"}))
-    write_atomically(out / "prefix_config.json", (json.dumps(settings, indent=2) + "\n").encode())
+    (folder / "prefix.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
+    _write_json(folder / "prefix_config.json", settings)
 
 
 def load_prefix(model: Any, folder: str | Path) -> Any:
@@ -73,26 +71,33 @@ def load_prefix(model: Any, folder: str | Path) -> Any:
 
 
 def export_model(engine: Any, parts: Any, out: Path, card: str) -> None:
-    """The whole model with the trained tensors in place, its tokenizer, its card and the settings of its base.
+    """The whole model with the trained tensors in place, its tokenizer, its card and the settings of its base."""
+    with _staged(out, card) as folder:
+        with quiet():
+            engine.merged().save_pretrained(folder)
+            parts.tokenizer.save_pretrained(folder)
+        if settings := shipped(parts.config.model):
+            _write_json(folder / SETTINGS, settings)
 
-    Complete or absent.
-    """
+
+@contextlib.contextmanager
+def _staged(out: Path, card: str) -> Iterator[Path]:
+    """A folder to write an export into, which becomes `out`, its card with it, when all is written: complete or absent."""
     _refuse_used(out)
-    _make(out.parent)
-    merged = engine.merged()
     with explained(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))  # nobody can have left a link there
         staging.chmod(0o755)
         try:
-            with quiet():
-                merged.save_pretrained(staging)
-                parts.tokenizer.save_pretrained(staging)
+            yield staging
             (staging / "README.md").write_text(card, encoding="utf-8")
-            if settings := shipped(parts.config.model):
-                (staging / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
             staging.replace(out)  # an empty folder may be replaced, and _refuse_used has seen that it is one
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _whole_pairs(engine: Any) -> dict[str, Any]:
@@ -104,11 +109,6 @@ def _refuse_used(out: Path) -> None:
     """Never write over what is there: it may be a run, or the base model."""
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ConfigError(f"{out} exists already; choose another --out, or remove it first")
-
-
-def _make(folder: Path) -> None:
-    with explained(folder):
-        folder.mkdir(parents=True, exist_ok=True)
 
 
 PREFIX_FORMAT = "mezzo-prefix-1"
