@@ -15,7 +15,8 @@ from mezzo import api
 from mezzo.engines.base import EngineSpec, Unit
 from mezzo.engines.torch import open_engine
 from mezzo.engines.torch.engine import TorchEngine
-from mezzo.engines.torch.trunk import MIB
+from mezzo.engines.torch.trunk import MIB, Trunk
+from mezzo.errors import ModelError
 from mezzo.journal import read
 from mezzo.space import Space
 from mezzo.types import Batch, Probe, Prompt, Readout
@@ -88,7 +89,8 @@ def test_behind_frozen_layers_only_what_is_read_is_kept_and_seen(family, space):
     for _ in range(2):
         np.testing.assert_allclose(cached.score(batch, PAIR), plain.score(batch, PAIR), rtol=1e-5, atol=1e-5)
     assert seen[-1] == (18, 1)
-    assert cached.trunk.held == 4 * sum(state.numel() for state in cached.trunk._kept.values())
+    kept = [*cached.trunk._kept.values(), cached.trunk._last[2]]
+    assert cached.trunk.held == 4 * sum(state.numel() for state in kept)
     assert {tuple(state.shape) for state in cached.trunk._kept.values()} == {(1, model.config.hidden_size)}
 
 
@@ -127,6 +129,28 @@ def test_the_bound_is_kept_and_does_not_show_in_the_bits():
         assert small.trunk.held <= room * MIB
     assert small.trunk.computed > large.trunk.computed == len(large.trunk._kept) <= 40
     assert small.trunk.held == sum(t.numel() * 4 for t in small.trunk._kept.values())
+
+
+def test_what_is_at_hand_counts_and_does_not_show_in_the_bits():
+    """A head's states for both probes: kept for the next step where there is room beside those of the examples."""
+    model, batch = make_roberta(), make_batch(8)
+    states = 8 * 32 * 4
+    for room, at_hand in ((2.9 * states, False), (3 * states, True)):
+        engine, large = (engine_of(model, Space("head"), mb, rows=8) for mb in (room / MIB, 1))
+        for _ in range(2):
+            assert np.array_equal(engine.score(batch, PAIR), large.score(batch, PAIR))
+            assert engine.trunk.held <= room
+        assert (engine.trunk._last is not None) == at_hand
+        assert engine.trunk.held == (3 if at_hand else 1) * states
+        engine.trunk.forget()
+        assert engine.trunk.held == 0
+
+
+def test_a_layer_that_never_runs_is_said():
+    model, other = make_roberta(), make_roberta(1)
+    frozen = Trunk(model, [other.roberta.encoder.layer[0]], [0], MIB, whole=False)
+    with pytest.raises(ModelError, match=r"RobertaForMaskedLM passed over its last frozen layer.*use --cache-mb 0"):
+        frozen._state(((5, 6, 7), (), ()), lambda ids, _: {"input_ids": ids})
 
 
 def test_segments_tell_examples_apart():

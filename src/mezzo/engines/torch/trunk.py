@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mezzo.engines.torch import catalog
 from mezzo.engines.torch.inputs import Rows
+from mezzo.errors import ModelError
 
 MIB = 2**20
 Key = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -35,7 +36,10 @@ class _Reached(Exception):
 
 
 class Trunk:
-    """States of recent examples, at most `limit` bytes of them, and layers that step aside when a state is given."""
+    """States of recent examples, at most `limit` bytes of them, and layers that step aside when a state is given.
+
+    What a forward is given is working memory, as its activations are, and not counted unless it is kept for the next one.
+    """
 
     def __init__(self, model: nn.Module, layers: list[nn.Module], shapes: list[int], limit: int, whole: bool) -> None:
         self.model, self.layers, self.limit = model, layers, limit
@@ -69,9 +73,19 @@ class Trunk:
     def _read(self, rows: Rows, members: int, inputs: Inputs) -> tuple[Tensor, Rows]:
         """Only what is read; that of the last rows is at hand, for runs that see the whole set at every step."""
         if self._last is None or self._last[0] is not rows or self._last[1] != members:
-            states = torch.stack([self._state(key, inputs) for key in _keys(rows, narrow=True)])
-            self._last = rows, members, states.repeat(members, 1, 1), _at_positions(rows)
+            self._drop_last()
+            states = torch.stack([self._state(key, inputs) for key in _keys(rows, narrow=True)]).repeat(members, 1, 1)
+            found = rows, members, states, _at_positions(rows)
+            if self.held + _size(states) > self.limit:
+                return found[2:]
+            self._last = found
+            self.held += _size(states)
         return self._last[2:]
+
+    def _drop_last(self) -> None:
+        if self._last is not None:
+            self.held -= _size(self._last[2])
+            self._last = None
 
     def describe(self) -> dict[str, Any]:
         """What was saved: of all passes of an example through the frozen layers, how many were computed."""
@@ -94,6 +108,10 @@ class Trunk:
             self.model(**inputs(torch.tensor([ids]), torch.tensor([segments]) if segments else None))
         except _Reached as reached:
             state = reached.state[0, list(positions)] if positions else reached.state[0].clone()
+        else:
+            raise ModelError(
+                f"{type(self.model).__name__} passed over its last frozen layer, whose outcome was to be kept: use --cache-mb 0"
+            )
         finally:
             self._stopping = False
         self._kept[key] = state
