@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import json
 import re
 import shutil
@@ -16,7 +17,7 @@ import mezzo
 from mezzo import api
 from mezzo.cards import card
 from mezzo.cli import main
-from mezzo.errors import ModelError
+from mezzo.errors import JournalError, ModelError
 
 ROBERTA = "mezzo/roberta-mini"
 
@@ -70,6 +71,28 @@ def test_a_prefix_has_a_card_whose_code_loads(tiny_folder, tiny_data, tmp_path):
     assert names["model"].num_parameters() > 0
 
 
+@pytest.mark.parametrize("kind", ["adapter", "model"])
+def test_an_export_that_is_cut_off_leaves_nothing_under_its_name(kind, run, tmp_path, monkeypatch):
+    """The card is written last: whatever stops the export before leaves no folder that looks whole."""
+
+    def full(path, *_, **__):
+        if path.name == "README.md":
+            assert len(list(path.parent.iterdir())) > 1, "the rest is written"
+            assert not (tmp_path / "out").exists(), "under another name"
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, *_, **__)
+
+    write = Path.write_text
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(JournalError, match="out: the disk is full"):
+        mezzo.export(run.out, kind, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    (tmp_path / "out").mkdir()
+    assert (mezzo.export(run.out, kind, tmp_path / "out") / "README.md").is_file(), "an empty folder may be named"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_a_strangers_words_do_not_become_code_of_the_card(run):
     header = api.open_journal(run.out).header
     name = 'x"); import os; os.system("echo'
@@ -116,9 +139,16 @@ def test_a_bundled_models_settings_go_with_its_merged_model(tmp_path, capsys):
         [x for x in text.splitlines() if re.match("space|lr|eps|steps|schedule|batch", x)] for text in printed
     )
     assert first == second
-    for bad in ("[1]", '{"lora": {"lr": "fast"}}', '{"lora": {"remote_code": true}}', "{", '{"lora": 3}'):
+    for bad, why in {
+        "[]": "it must hold an object of settings by space",
+        '{"lora": {"lr": "fast"}}': "lr must be a number, not 'fast'",
+        '{"lora": {"remote_code": true}}': "remote_code cannot be set there",
+        "{": "Expecting property name",
+        '{"lora": 5}': "'lora' must be an object of settings, not 5",
+        '{"space": null}': "'space' must be the name of one, not null",
+    }.items():
         (merged / "mezzo.json").write_text(bad)
-        with pytest.raises(ModelError, match=r"mezzo.json cannot be used"):
+        with pytest.raises(ModelError, match=rf"mezzo.json cannot be used: {why}.*; mend or delete it$"):
             mezzo.finetune(str(merged), steps=1)
 
 

@@ -48,6 +48,11 @@ def folder(tiny_folder, tmp_path, monkeypatch):
     maskless = Path(shutil.copytree("model", "maskless"))
     settings = json.loads((maskless / "tokenizer_config.json").read_text())
     (maskless / "tokenizer_config.json").write_text(json.dumps({**settings, "mask_token": None}))
+    untold = Path(shutil.copytree("model", "untold"))
+    for file in untold.glob("*token*"):
+        file.unlink()
+    (Path(shutil.copytree("model", "unset")) / "mezzo.json").write_text("[]")
+    Path("excel.csv").write_text("\n".join(["text;label", *(f"{text};{label}" for text, label in ROWS)]) + "\n")
     return tmp_path
 
 
@@ -84,7 +89,7 @@ MISTAKES = {
     "wrong label": Mistake(train(train="odd.csv"), "unknown label 'bad'", "labels are negative, positive"),
     "ids from one": Mistake(train(train="ids.csv"), "unknown label '2'", "ids are 0 negative, 1 positive"),
     "file not found": Mistake(train(train="review.csv"), "no file 'review.csv'", "did you mean 'reviews.csv'?"),
-    "other encoding": Mistake(train(train="latin.csv"), "not UTF-8", "encoding='latin-1'"),
+    "other encoding": Mistake(train(train="latin.csv"), "not UTF-8", "--encoding latin-1"),
     "no mask in the template": Mistake(train(template="{text} It was so."), "has no mask", "put [MASK]"),
     "no mask token": Mistake(train(model="maskless"), "has no mask token", "use a masked language model"),
     "unknown model": Mistake(train(model="roberta-hugh"), "neither bundled nor a local folder", "Pass a local folder"),
@@ -107,7 +112,18 @@ MISTAKES = {
     "no data for the task": Mistake(
         ("train", "--task", "trec"), "task 'trec' has no bundled data", "pass --train FILE"
     ),
-    "no such run": Mistake(("eval", "runs/mine"), "runs/mine does not exist", ""),
+    "no such run": Mistake(("eval", "runs/mine"), "runs/mine does not exist", "name a run folder"),
+    "a model for a run": Mistake(
+        ("eval", "mezzo/roberta-mini"), "mezzo/roberta-mini does not exist", "and a model by --model"
+    ),
+    "separated by semicolons": Mistake(train(train="excel.csv"), "it looks separated by ';'", "save it with commas"),
+    "no tokenizer": Mistake(train(model="untold"), "untold is a folder without a tokenizer", "save_pretrained"),
+    "rank of noise": Mistake(
+        train(space="matrices", noise="lowrank", noise_rank="100000"),
+        "fits no trained matrix",
+        "lower --noise-rank below",
+    ),
+    "settings of a model": Mistake(train(model="unset"), "mezzo.json cannot be used", "mend or delete it"),
     "GPU wanted": Mistake(train(device="cuda"), "sees no GPU", "use --device cpu"),
 }
 

@@ -49,13 +49,21 @@ def shipped(model: str) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        return {name: _checked(value) if name != "space" else str(value) for name, value in found.items()}
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError, ConfigError) as error:
+        if not isinstance(found, dict):
+            raise ConfigError("it must hold an object of settings by space")
+        return {name: _checked(name, value) for name, value in found.items()}
+    except (OSError, ValueError, RecursionError, ConfigError) as error:
         raise ModelError(f"{file} cannot be used: {error}; mend or delete it") from None
 
 
-def _checked(values: dict[str, Any]) -> dict[str, Any]:
-    """A space's settings as options of a run: a folder may come from a stranger."""
+def _checked(name: str, values: Any) -> Any:
+    """The usual space, or a space's settings as options of a run: a folder may come from a stranger."""
+    if name == "space":
+        if not isinstance(values, str):
+            raise ConfigError(f"'space' must be the name of one, not {json.dumps(values)}")
+        return values
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name!r} must be an object of settings, not {json.dumps(values)}")
     if strange := sorted(set(values) - set(SUITABLE)):
         raise ConfigError(f"{', '.join(strange)} cannot be set there, only {', '.join(SUITABLE)}")
     named = {name: value for name, value in values.items() if value is not None}

@@ -43,7 +43,7 @@ def open_journal(path: str | Path) -> Content:
     if path.is_dir():
         return read(path)
     if not path.exists():
-        raise JournalError(f"{path} does not exist")
+        raise JournalError(f"{path} does not exist; name a run folder or a journal here, and a model by --model")
     with explained(path), path.open("rb") as file:
         compact = file.read(len(MAGIC)) == MAGIC
     return import_compact(path) if compact else read(path)

@@ -10,6 +10,7 @@ from mezzo.errors import SpaceError, nearest
 from mezzo.types import TensorInfo, Trained
 
 SPACES = ("full", "matrices", "lora", "prefix", "head")
+USUAL_NOISE_RANK = 8
 
 # The query and value projections by the names model families give them, the first set that exists wins.
 # A fused projection (GPT-2, ModernBERT) holds query, key and value in one matrix.
@@ -72,6 +73,7 @@ def select(space: Space, tensors: Sequence[TensorInfo]) -> tuple[Trained, ...]:
                 f"no tensor of space {space.kind!r} matches {_shown(space.only)}; it has {_sample(chosen)}"
             )
         chosen = kept
+    _refuse_noise_rank(space, chosen)
     return chosen
 
 
@@ -171,6 +173,16 @@ def _in_layers(layers: str, tensors: list[TensorInfo]) -> list[TensorInfo]:
 def _noise_rank(space: Space, tensor: TensorInfo) -> int:
     """Vectors and matrices thinner than the rank keep dense noise."""
     return space.noise_rank if len(tensor.shape) == 2 and min(tensor.shape) > space.noise_rank else 0
+
+
+def _refuse_noise_rank(space: Space, chosen: Sequence[Trained]) -> None:
+    """Low-rank noise that is low-rank nowhere was not meant. The usual rank may meet nothing but a head of two classes."""
+    ranks = [min(t.shape) for t in chosen if len(t.shape) == 2 and t.kind not in ("lora_A", "lora_B")]
+    if space.noise_rank > USUAL_NOISE_RANK and ranks and space.noise_rank >= max(ranks):
+        raise SpaceError(
+            f"noise of rank {space.noise_rank} fits no trained matrix; lower --noise-rank below {max(ranks)}, "
+            "or use --noise rademacher"
+        )
 
 
 def _decays(space: Space, kind: str) -> bool:

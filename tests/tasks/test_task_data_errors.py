@@ -16,6 +16,9 @@ from mezzo.tasks import load_examples, read
 
 GOOD = json.dumps({"text": "fine", "label": "positive"})
 
+SEMICOLONS = ": it looks separated by ';'; save it with commas: pandas.read_csv(OLD, sep=';').to_csv(NEW, index=False)"
+MAC = ": its lines end as on old Macs (CR); save it with Unix (LF) line ends"
+
 # file name → (content, what comes after the file's path)
 BROKEN: dict[str, tuple[bytes, str]] = {
     "seventeen.jsonl": (
@@ -43,7 +46,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "nested.jsonl": (b'{"text": ["a"], "label": 1}\n', ", line 1: 'text' is not text; give a string"),
     "nolabel.jsonl": (
         b'{"text": "a", "label": null}\n',
-        ", line 1: no label; give one, or delete the row (load_examples can pass over such rows: labelled='skip')",
+        ", line 1: no label; give one, or delete the row (in Python, load_examples skips such rows: labelled='skip')",
     ),
     "label.jsonl": (
         b'{"text": "a", "label": "postive"}\n',
@@ -51,15 +54,15 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     ),
     "id.tsv": (
         b"text\tlabel\na\t1\nb\t2\n",
-        ", line 3: unknown label '2'; ids are 0 negative, 1 positive; state others with id_order",
+        ", line 3: unknown label '2'; ids are 0 negative, 1 positive; a task file states others by id_order",
     ),
     "latin.jsonl": (
         GOOD.encode() + b'\n{"text": "caf\xe9", "label": 1}\n',
-        ", line 2: not UTF-8 (byte 0xe9 at 14); save the file as UTF-8, or pass encoding='latin-1'",
+        ", line 2: not UTF-8 (byte 0xe9 at 14); save the file as UTF-8, or pass --encoding latin-1",
     ),
     "latin.json": (
         b'[\n{"text": "caf\xe9", "label": 1}]',
-        ", line 2: not UTF-8 (byte 0xe9 at 14); save the file as UTF-8, or pass encoding='latin-1'",
+        ", line 2: not UTF-8 (byte 0xe9 at 14); save the file as UTF-8, or pass --encoding latin-1",
     ),
     "utf16.csv": (
         "text,label\na,1\n".encode("utf-16"),
@@ -73,6 +76,12 @@ BROKEN: dict[str, tuple[bytes, str]] = {
         b"text\tlabel\nfine\n",
         ", line 2: 1 columns where 2 are expected; quote cells that contain the separator, or delete the line",
     ),
+    "semicolons.csv": (b"text;label\nfine, really;1\n", SEMICOLONS),
+    "semicolons-unknown.csv": (b"note;verdict\nfine;1\n", SEMICOLONS),
+    "semicolons-bare.csv": (b"fine;1\nbad;0\n", SEMICOLONS),
+    "mac.csv": (b"text,label\rfine,1\rbad,0\r", MAC),
+    "mac.tsv": (b"text\tlabel\rfine\t1\rbad\t0", MAC),
+    "mac.jsonl": ("\r".join([GOOD, GOOD]).encode(), MAC),
     "quote.csv": (
         b'text,label\nfine,1\n"open,1\nmore,0\n',
         ", line 3: bad csv (unexpected end of data); close or double its quotes",
@@ -104,6 +113,17 @@ def test_a_broken_file_is_explained_in_one_line(name: str, tmp_path: Path) -> No
     assert "\n" not in shown
     assert shown.startswith(f"{path}{message}")
     assert shown == f"{path}{message}" or message.endswith("(")  # pyarrow's own words follow
+
+
+def test_semicolons_within_texts_are_text(tmp_path: Path) -> None:
+    path = tmp_path / "texts.csv"
+    path.write_text("fine; really\nbad\n", encoding="utf-8")
+    assert [e.fields["text"] for e in load_examples(path, "sst-2", labelled=False)] == ["fine; really", "bad"]
+    path.write_text("text;label\nfine;1\n", encoding="utf-8")
+    with pytest.raises(DataError, match="looks separated by ';'"):
+        load_examples(path, "sst-2", labelled="ignore")
+    path.write_bytes(b"text,label\r\nfine; really,1\r\n")
+    assert load_examples(path, "sst-2")[0].fields["text"] == "fine; really"
 
 
 def test_a_missing_file_suggests_its_neighbour(tmp_path: Path) -> None:
@@ -172,7 +192,7 @@ def test_parquet_without_pyarrow_names_the_package(tmp_path: Path, monkeypatch: 
         (["a"], "the data, row 1: a str, not an object with columns; write one per row"),
         (
             [{"text": "a", "label": None}],
-            "the data, row 1: no label; give one, or delete the row (load_examples can pass over such rows: labelled='skip')",
+            "the data, row 1: no label; give one, or delete the row (in Python, load_examples skips such rows: labelled='skip')",
         ),
     ],
 )

@@ -262,7 +262,7 @@ def test_longer_answers_become_candidates(opt: Any) -> None:
     prompt = encoder.encode(Example({"text": "a"}, 1))
     assert prompt.candidates == (ids_of(opt, " not very good"), ids_of(opt, " great"))
     assert prompt.ids == Encoder(task.replace(words=("bad", "good")), opt).encode(Example({"text": "a"})).ids
-    with pytest.raises(TaskError, match="needs answers of one token each; use readout='candidates'"):
+    with pytest.raises(TaskError, match="needs answers of one token each; use --readout candidates"):
         Encoder(task, opt, readout="words")
     asked = Encoder(get_task("sst-2", "causal"), opt, readout="candidates")
     assert asked.encode(Example({"text": "a"})).candidates == (ids_of(opt, " terrible"), ids_of(opt, " great"))
@@ -349,7 +349,7 @@ def test_an_unknown_token_that_doubles_as_end_of_text_is_special(make: Any) -> N
 def test_refusals_say_what_to_do(roberta: Any, opt: Any) -> None:
     with pytest.raises(TaskError, match=r"^task 'sst-2': this model has no mask token; use a masked language model"):
         Encoder("sst-2", opt)
-    with pytest.raises(TaskError, match="candidates are continuations of a causal model; use readout='words'"):
+    with pytest.raises(TaskError, match="candidates are continuations of a causal model; use --readout words"):
         Encoder("sst-2", roberta, readout="candidates")
     with pytest.raises(TaskError, match=r"unknown readout 'haed'; .* did you mean 'head'"):
         Encoder("sst-2", roberta, readout="haed")  # type: ignore[arg-type]

@@ -81,7 +81,7 @@ def test_ids_on_which_sources_disagree_are_refused(name: str) -> None:
         words(name, rows(name, [1]))
     message = str(caught.value)
     assert message.startswith(f"the data, row 1: label 1 is an id, and task '{name}' knows several id orders (hub: 0 ")
-    assert message.endswith("; state one, such as id_order='hub'")
+    assert message.endswith("; state one, such as --id-order hub")
 
 
 def test_a_task_may_state_the_order_and_the_caller_outranks_it() -> None:
@@ -93,7 +93,9 @@ def test_a_task_may_state_the_order_and_the_caller_outranks_it() -> None:
 
 def test_an_undeclared_order_is_refused() -> None:
     task = get_task({"columns": ["text"], "template": "[MASK]", "words": {"no": "No", "yes": "Yes"}})
-    with pytest.raises(DataError, match=r"'custom' declares no id order; state .* with id_order=\['no', 'yes'\]$"):
+    with pytest.raises(
+        DataError, match=r"'custom' declares no id order; state .* in its file: id_order = \['no', 'yes'\]$"
+    ):
         load_examples([{"text": "a", "label": 0}], task)
     assert load_examples([{"text": "a", "label": 0}], task, id_order=["yes", "no"])[0].label == 1
     assert load_examples([{"text": "a", "label": 5}], task, id_order={1: "no", 5: "yes"})[0].label == 1

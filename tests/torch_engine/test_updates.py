@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from mezzo import noise, rounding
+from mezzo.config import RunConfig
 from mezzo.engines.torch import flat, plain
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.errors import SpaceError
-from mezzo.space import Space
+from mezzo.space import USUAL_NOISE_RANK, Space
 from mezzo.types import Probe, Trained, Update
 from tests.conftest import make_batch, make_llama, make_roberta
 from tests.reference import plain_scores, written
@@ -122,6 +123,21 @@ def test_a_space_that_cannot_learn_is_refused():
     TorchEngine(make_roberta(), Space("lora", only=("*lora_B*",))).check(batch, 1e-3)
 
 
+def test_low_rank_noise_that_fits_nowhere_is_refused():
+    with pytest.raises(SpaceError, match="noise of rank 100000 fits no trained matrix; lower --noise-rank below 32"):
+        TorchEngine(make_roberta(), Space("matrices", noise_rank=100_000))
+    with pytest.raises(SpaceError, match="fits no trained matrix"):
+        TorchEngine(make_roberta(), Space("matrices", noise_rank=32))
+    some = TorchEngine(make_roberta(intermediate_size=16), Space("matrices", noise_rank=20)).trained
+    assert {t.rank for t in some} == {0, 20}, "matrices thinner than the rank keep dense noise"
+    TorchEngine(make_roberta(), Space("*.bias", noise_rank=100_000))  # no matrix, nothing to fit
+    TorchEngine(make_roberta(), Space("lora", noise_rank=100_000))  # whose noise is dense
+    usual = RunConfig().noise_rank
+    assert usual == USUAL_NOISE_RANK
+    thin = TorchEngine(make_roberta(hidden_size=8), Space("matrices", noise_rank=usual))
+    assert {t.rank for t in thin.trained} == {0}, "a rank that nobody chose is no mistake"
+
+
 def test_the_self_check_names_a_module_that_differs(monkeypatch):
     engine = TorchEngine(make_roberta(), Space("full"))
     broken = engine.model.roberta.encoder.layer[1].output.dense
@@ -129,7 +145,7 @@ def test_the_self_check_names_a_module_that_differs(monkeypatch):
     broken.forward = lambda x: kept(x) * (1.01 if engine.population.probes else 1)
     from mezzo.errors import ModelError
 
-    with pytest.raises(ModelError, match=r"first in roberta\.encoder\.layer\.1\.output\.dense"):
+    with pytest.raises(ModelError, match=r"first in roberta\.encoder\.layer\.1\.output\.dense; try another --space"):
         engine.check(make_batch(), 1e-2)
 
 

@@ -50,6 +50,11 @@ def records(task: Task, sheet: Sheet, labels: Labels, labelled: bool, named: Map
         return _labelled_lines(task, sheet, labels, labelled), True
     first = sheet.rows[0][1]
     names = None if is_header(task, first, labelled, named) else headerless(task, sheet.rows, labels, labelled)
+    if len(first) == 1 and ";" in first[0] and (not names or is_header(task, first[0].split(";"), labelled, named)):
+        raise DataError(
+            f"{sheet.source}: it looks separated by ';'; save it with commas: "
+            "pandas.read_csv(OLD, sep=';').to_csv(NEW, index=False)"
+        )
     rows = sheet.rows if names else sheet.rows[1:]
     header = names or first
     if not rows:

@@ -115,17 +115,17 @@ class Encoder:
             raise TaskError(f"unknown readout {asked!r}; use one of {', '.join(_READOUTS)}{nearest(asked, _READOUTS)}")
         if asked == "head":
             if task.kind != "classification":
-                raise TaskError(f"a head needs labels, and the task is a {task.kind}; use readout='candidates'")
+                raise TaskError(f"a head needs labels, and the task is a {task.kind}; use --readout candidates")
             return Readout("head", classes=len(task.labels), vocabulary=vocabulary)
         if task.family == "masked":
             if asked == "candidates":
-                raise TaskError("candidates are continuations of a causal model; use readout='words'")
+                raise TaskError("candidates are continuations of a causal model; use --readout words")
             self.tokens.special("mask")
             return Readout("words", words=label_words(self.tokens, task), vocabulary=vocabulary)
         answers = self._label_answers() if task.kind == "classification" else ()
         single = bool(answers) and all(len(ids) == 1 and ids[0] != self.tokens.unk for ids in answers)
         if asked == "words" and not single:
-            raise TaskError("readout='words' needs answers of one token each; use readout='candidates'")
+            raise TaskError("--readout words needs answers of one token each; use --readout candidates")
         if single and asked != "candidates":
             return Readout("words", words=distinct(task, (ids[0] for ids in answers)), vocabulary=vocabulary)
         return Readout("candidates", vocabulary=vocabulary)

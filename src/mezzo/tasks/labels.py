@@ -68,7 +68,9 @@ class Labels:
             raise DataError(f"{where}: label {_short(value)} is an id, and {self._why_not}")
         if number not in self._ids:
             known = ", ".join(f"{i} {self.task.labels[label]}" for i, label in sorted(self._ids.items()))
-            raise DataError(f"{where}: unknown label {_short(value)}; ids are {known}; state others with id_order")
+            raise DataError(
+                f"{where}: unknown label {_short(value)}; ids are {known}; a task file states others by id_order"
+            )
         return self._ids[number]
 
     def _declared(self, order: IdOrder) -> dict[int, int]:
@@ -93,13 +95,13 @@ class Labels:
         task = self.task
         if not task.id_orders:
             example = ", ".join(map(repr, task.labels))
-            return f"task {task.name!r} declares no id order; state what ids 0, 1, … mean with id_order=[{example}]"
+            return f"task {task.name!r} declares no id order; state what ids 0, 1, … mean in its file: id_order = [{example}]"
         shown = "; ".join(
             f"{source}: {', '.join(f'{i} {label}' for i, label in enumerate(order))}"
             for source, order in task.id_orders.items()
         )
         first = next(iter(task.id_orders))
-        return f"task {task.name!r} knows several id orders ({shown}); state one, such as id_order={first!r}"
+        return f"task {task.name!r} knows several id orders ({shown}); state one, such as --id-order {first}"
 
 
 def choice_label(value: Any, candidates: Sequence[str], where: str) -> int:

@@ -163,7 +163,7 @@ def _examples(found: Records, ask: _Ask) -> Iterator[Example]:
         elif is_missing(value) and not (task.labels and isinstance(value, str) and labels.knows(value)):
             if labelled is True:
                 raise DataError(
-                    f"{where}: no label; give one, or delete the row (load_examples can pass over such rows: labelled='skip')"
+                    f"{where}: no label; give one, or delete the row (in Python, load_examples skips such rows: labelled='skip')"
                 )
             if labelled in (False, "ignore"):
                 yield Example(fields)

@@ -77,12 +77,14 @@ def lines(path: Path, encoding: str = "utf-8") -> Iterator[tuple[int, str]]:
                 raise DataError(f"{path}, line {number}: longer than {MAX_LINE:,} bytes; is this a data file?")
             if number == 1 and raw.startswith((b"\xff\xfe", b"\xfe\xff")):
                 raise DataError(f"{path}, line 1: encoded as UTF-16; save the file as UTF-8")
+            if number == 1 and not raw.endswith(b"\n") and b"\r" in raw.rstrip(b"\r"):
+                raise DataError(f"{path}: its lines end as on old Macs (CR); save it with Unix (LF) line ends")
             try:
                 yield number, raw.decode(encoding).removeprefix("\ufeff" if number == 1 else "")
             except UnicodeDecodeError as error:
                 raise DataError(
                     f"{path}, line {number}: not {encoding.upper()} (byte 0x{raw[error.start]:02x} at"
-                    f" {error.start + 1}); save the file as UTF-8, or pass encoding='latin-1'"
+                    f" {error.start + 1}); save the file as UTF-8, or pass --encoding latin-1"
                 ) from None
             except (LookupError, UnicodeError):
                 raise _no_encoding(path, encoding) from None

@@ -44,7 +44,8 @@ def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:
     if not distance(ours, plain) <= of_scale * max(1.0, scale) + of_effect * distance(plain, base):
         raise ModelError(
             f"{type(engine.model).__name__} cannot be trained here: perturbed scores differ from an ordinary forward by "
-            f"{distance(ours, plain):.2g}, first in {_first_difference(engine, few, probes[0])}"
+            f"{distance(ours, plain):.2g}, first in {_first_difference(engine, few, probes[0])}; try "
+            "another --space, or --only and --layers without that module, and please report the architecture"
         )
 
 
