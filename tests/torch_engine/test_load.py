@@ -54,7 +54,8 @@ def test_what_is_saved_of_the_base_is_not_made_up(tmp_path):
     kept = {name: value for name, value in model.state_dict().items() if "layer.1.output.dense" not in name}
     model.save_pretrained(tmp_path, state_dict=kept)
     with pytest.raises(
-        ModelError, match=r"lacks weights that this task needs \(bert.encoder.layer.1.output.dense.bias"
+        ModelError,
+        match=r"lacks weights .*\(bert.encoder.layer.1.output.dense.bias.*; use a checkpoint that holds the whole model$",
     ):
         with_head(str(tmp_path))
 
@@ -74,7 +75,15 @@ def test_fresh_vectors_are_what_transformers_makes_them(family, tmp_path):
     assert ours(input_ids=IDS).logits.abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("family", ["bert", "albert", "modernbert"])
+CLASSIFIER = {"classifier.weight", "classifier.bias"}
+TRAINED = {
+    "bert": CLASSIFIER | {"bert.pooler.dense.weight", "bert.pooler.dense.bias"},
+    "albert": CLASSIFIER | {"albert.pooler.weight", "albert.pooler.bias"},
+    "modernbert": CLASSIFIER | {"head.dense.weight", "head.norm.weight"},
+}
+
+
+@pytest.mark.parametrize("family", TRAINED)
 def test_a_fresh_head_trains_and_is_rebuilt(family, tiny_data, tmp_path):
     tokenizer, (kind, options) = train_tokenizer(), FAMILIES[family]
     cls = getattr(transformers, kind)
@@ -88,6 +97,8 @@ def test_a_fresh_head_trains_and_is_rebuilt(family, tiny_data, tmp_path):
     )  # fmt: skip
     assert all(np.ptp(record.losses) > 0 for record in api.records(run.out)), "every slope is other than zero"
     assert api.verify(run.out).ok
+    trained = {tensor["name"] for tensor in api.open_journal(run.out).header["tensors"]}
+    assert trained == TRAINED[family], "all that is fresh is trained"
 
 
 def test_a_length_that_nobody_asked_for_is_not_refused(tmp_path):

@@ -116,10 +116,15 @@ def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return total.hexdigest()
 
 
+def is_pooler(name: str) -> bool:
+    """BERT and its kin pool inside the base model, and for a head alone: a checkpoint saved with its LM head has no pooler."""
+    return "pooler" in name.split(".")
+
+
 def _kind(name: str, own_name: str, module: nn.Module, base: str) -> TensorKind:
     if isinstance(module, nn.Embedding):
         return "embedding"
-    if base and not name.startswith(base + "."):
+    if is_pooler(name) or (base and not name.startswith(base + ".")):
         return "head"
     if "norm" in type(module).__name__.lower():
         return "norm" if own_name == "weight" else "bias"

@@ -11,6 +11,7 @@ from torch import nn
 
 from mezzo import noise
 from mezzo.engines.hub import Family, fetched, load_config, quiet
+from mezzo.engines.torch.catalog import is_pooler
 from mezzo.engines.torch.claims import weighed
 from mezzo.errors import ConfigError, ModelError
 
@@ -64,12 +65,11 @@ def load_model(
 def _fill_missing(model: nn.Module, missing: list[str], name: str, seed: int, fresh_head: bool) -> None:
     """A missing LM head would be random weights that look trained: refuse it. A fresh classification head is our own."""
     base = getattr(model, "base_model_prefix", "")
-    strange = [key for key in missing if not fresh_head or (key.startswith(base + ".") and not _is_pooler(key))]
+    strange = [key for key in missing if not fresh_head or (key.startswith(base + ".") and not is_pooler(key))]
     if strange:
         shown = ", ".join(strange[:3]) + (" …" if len(strange) > 3 else "")
-        raise ModelError(
-            f"{name} lacks weights that this task needs ({shown}); use a checkpoint saved with its LM head"
-        )
+        whole = "that holds the whole model" if fresh_head else "saved with its LM head"
+        raise ModelError(f"{name} lacks weights that this task needs ({shown}); use a checkpoint {whole}")
     with torch.no_grad():
         for key in missing:
             parameter = model.get_parameter(key)
@@ -78,11 +78,6 @@ def _fill_missing(model: nn.Module, missing: list[str], name: str, seed: int, fr
                 continue
             values = noise.dense("gaussian", seed, f"init/{key}", 0, parameter.numel())
             parameter.copy_(torch.from_numpy(values).view(parameter.shape).mul_(0.02))
-
-
-def _is_pooler(key: str) -> bool:
-    """BERT and its kin pool inside the base model, for a head alone: a checkpoint saved with its LM head has no pooler."""
-    return "pooler" in key.split(".")
 
 
 def _is_gain(model: nn.Module, key: str) -> bool:
