@@ -42,6 +42,13 @@ class RunFailed(MezzoError):
     exit_code = 1
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether it says that memory is short. On a CPU neither torch's allocator nor oneDNN's has a class for its refusals."""
+    words = ("DefaultCPUAllocator", "could not create a primitive")
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or (isinstance(error, RuntimeError) and any(each in str(error) for each in words))
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """`; did you mean 'x'?` when a choice is close to `word`, else an empty string."""
     found = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mezzo.cli.parser import build
-from mezzo.errors import MezzoError
+from mezzo.errors import MezzoError, out_of_memory
 from mezzo.files import finite
 
 BUSY = 0.75
@@ -36,9 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MezzoError as error:
         print(f"mezzo: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
-    except MemoryError as error:  # outside a forward, where it is not known what would have been smaller
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        # Outside a forward of training, where it is not known what would have been smaller.
+        said = " ".join(str(error).split())
         print(
-            f"mezzo: this machine is out of memory ({error}); close other programs or take a smaller model",
+            f"mezzo: this machine is out of memory ({said}); close other programs or take a smaller model",
             file=sys.stderr,
         )
         return 1

@@ -27,7 +27,7 @@ from mezzo.engines.torch.population import Population
 from mezzo.engines.torch.quantized import is_quantized
 from mezzo.engines.torch.shared import score_candidates
 from mezzo.engines.units import by_length, width_of
-from mezzo.errors import JournalError, ModelError, RunFailed, SpaceError
+from mezzo.errors import JournalError, ModelError, RunFailed, SpaceError, out_of_memory
 from mezzo.space import Space, lora_names, prefix_names, select
 from mezzo.types import Batch, Probe, Question, Readout, Scores, TensorInfo, Trained, Update
 
@@ -172,9 +172,7 @@ class TorchEngine:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            # On a CPU neither torch's allocator nor oneDNN's has a class of its own for its refusals.
-            refused = any(words in str(error) for words in ("DefaultCPUAllocator", "could not create a primitive"))
-            if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or refused:
+            if out_of_memory(error):
                 raise RunFailed(
                     f"{self.device} is out of memory with {self.unit.rows} examples and {members} probes in one forward; "
                     "start again with a smaller --micro-batch"
