@@ -128,10 +128,10 @@ def test_a_configuration_runs_nobodys_code(marked_model, tiny_data, refused, pla
 
 
 def test_what_is_named_beside_a_configuration_is_taken(tiny_folder, tiny_data, place):
-    (place / "here" / "mine.py").write_text("def loss(scores, batch): return scores.sum((1, 2))\n")
-    (place / "c.toml").write_text('objective = "mine:loss"\nsteps = 2\nbatch_size = 2\n')
+    (place / "here" / "named_beside.py").write_text("def loss(scores, batch): return scores.sum((1, 2))\n")
+    (place / "c.toml").write_text('objective = "named_beside:loss"\nsteps = 2\nbatch_size = 2\n')
     where = {"task": "sst-2", "train": tiny_data, "config": place / "c.toml", "threads": 1, "device": "cpu"}
-    for number, objective in enumerate(("mine:loss", "accuracy", lambda scores, batch: scores.sum((1, 2)))):
+    for number, objective in enumerate(("named_beside:loss", "accuracy", lambda scores, batch: scores.sum((1, 2)))):
         assert api.finetune(tiny_folder, objective=objective, out=str(place / f"r{number}"), **where).steps == 2
 
 
