@@ -44,7 +44,7 @@ class RunFailed(MezzoError):
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether it says that memory is short. On a CPU neither torch's allocator nor oneDNN's has a class for its refusals."""
-    words = ("DefaultCPUAllocator", "could not create a primitive")
+    words = ("DefaultCPUAllocator", "could not create a primitive", "bad_alloc")
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return named or (isinstance(error, RuntimeError) and any(each in str(error) for each in words))
 
