@@ -90,11 +90,15 @@ def test_scores_equal_a_cache_filled_by_hand(family):
     np.testing.assert_allclose(*compared(engine, batch, by_hand), **EXACTLY)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("family", [*FAMILIES, "roberta", "llama"])
-def test_scores_equal_a_plain_attention_with_longer_keys(family, monkeypatch):
-    """Every family, windows included: one softmax over [prefix, keys], written out, in place of the model's own."""
-    model = {"roberta": make_roberta, "llama": make_llama}.get(family, lambda: make(*FAMILIES[family]))()
-    pristine = copy.deepcopy(model)
+def test_scores_equal_a_plain_attention_with_longer_keys(family, dtype, monkeypatch):
+    """Every family, windows included: one softmax over [prefix, keys], written out, in place of the model's own.
+
+    A CPU computes in float32 whatever the weights are stored as: the yardstick has the stored values in float32.
+    """
+    model = {"roberta": make_roberta, "llama": make_llama}.get(family, lambda: make(*FAMILIES[family]))().to(dtype)
+    pristine = copy.deepcopy(model).float()
     pristine.set_attn_implementation("eager")
     engine, batch = engine_of(model), make_batch(lengths=(4, 30))
     scores = engine.score(batch, PAIR)  # before the model's own functions are replaced
