@@ -161,8 +161,9 @@ def flatten(values: Mapping[str, Any], source: str = "option") -> dict[str, Any]
     return flat
 
 
-CALLING = ("remote_code", "url", "ray_address")
-"""Options that run somebody's code or send prompts somewhere."""
+def calls_somebody(name: str, value: Any) -> bool:
+    """Whether an option sends prompts and weights over the network, or lets a cluster hand code to this machine."""
+    return bool(value) and (name == "url" or (name == "ray_address" and value not in ("local", "auto")))
 
 
 def from_file(path: Path, given: Collection[str] = ()) -> dict[str, Any]:
@@ -185,7 +186,8 @@ def from_file(path: Path, given: Collection[str] = ()) -> dict[str, Any]:
         values = {name: value for name, value in values.items() if value is not None and name != "out"}
     flat = {name: value for name, value in flatten(values).items() if name not in given}
     for name, value in flat.items():
-        if (name in CALLING and value) or (name == "objective" and ":" in value):
+        runs_code = (name == "remote_code" and value) or (name == "objective" and ":" in value)
+        if runs_code or calls_somebody(name, value):
             what = {"objective": " MODULE:FUNCTION", "remote_code": ""}.get(name, " ADDRESS")
             raise ConfigError(
                 f"{path}: {name} is not taken from a file, which may come from a stranger: "
@@ -201,7 +203,7 @@ def convert(name: str, value: Any) -> Any:
     if value is None and type(None) in arms:
         return None
     wanted = next(arm for arm in arms if arm is not type(None))
-    if wanted is str and value == "" and getattr(RunConfig(), name) != "":
+    if wanted is str and value == "" and RunConfig.__dataclass_fields__[name].default != "":
         raise ConfigError(f"{name} is empty: give a value, or leave it out")
     if isinstance(value, str) and "\0" in value:
         raise ConfigError(f"{name} holds a NUL character")

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from mezzo import assembly
 from mezzo.batches import batches_of
-from mezzo.config import RunConfig, from_mapping
+from mezzo.config import RunConfig, calls_somebody, from_mapping
 from mezzo.engines.base import Engine, Unit, Workers
 from mezzo.errors import ConfigError, JournalError
 from mezzo.estimators import Spsa
@@ -245,7 +245,7 @@ def _named_again(remembered: dict[str, Any], given: dict[str, Any]) -> None:
     nor whose Ray hands code to this machine."""
     for name, what in (("url", "the SGLang servers"), ("ray_address", "the Ray cluster")):
         found = remembered.get(name)
-        if found and name not in given and found not in ("local", "auto"):
+        if name not in given and calls_somebody(name, found):
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(
                 f"this run used {what} {found!r}; name them again, or others, to resume: {option} ADDRESS"

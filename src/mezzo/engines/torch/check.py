@@ -98,7 +98,7 @@ def _plain_scores(engine: TorchEngine, batch: Batch, probe: Probe) -> Scores:
     width = engine.width(batch)
     out = np.full((1, len(batch), width), -np.inf, dtype=np.float32)
     for rows in pack(batch, engine.unit, engine.pad_id):
-        inputs = engine.inputs(rows, 1)
+        inputs = engine.forward.inputs(rows, 1)
         engine.stated.update(before)
         try:
             with lora_beside(engine.model, beside, engine.space.scaling):
@@ -111,7 +111,7 @@ def _plain_scores(engine: TorchEngine, batch: Batch, probe: Probe) -> Scores:
                 logits = logits[:, :, list(batch.readout.words)]
         rows.place(
             out,
-            rows.read(logits, batch.readout, engine.words_of(batch.readout), 1)
+            rows.read(logits, batch.readout, engine.forward.words_of(batch.readout), 1)
             .reshape(1, -1, *rows.tail)
             .cpu()
             .numpy(),

@@ -16,8 +16,11 @@ SPARE = 2**24
 """Parameters that may be missing from any file: a fresh head is made, not read."""
 
 
-def weighed(path: str, auto: Any, name: str, remote_code: bool) -> str:
-    """The path again; ModelError where there are no safetensors, or the configuration describes a far larger model."""
+def weighed(path: str, auto: Any, name: str, config: Any) -> str:
+    """The path again; ModelError where there are no safetensors, or the configuration describes a far larger model.
+
+    Without a configuration (its model's code is somebody's own) the second is not asked.
+    """
     folder = Path(path)
     if not folder.is_dir():
         return path
@@ -26,15 +29,12 @@ def weighed(path: str, auto: Any, name: str, remote_code: bool) -> str:
         pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
         why = "; its .bin or .pt file is a pickle, which can run code when it is opened" if pickled else ""
         raise ModelError(f"{name} has no weights as .safetensors{why}: save it again with save_pretrained")
-    if not remote_code:
-        _compare(folder, files, auto, name)
+    if config is not None:
+        _compare(config, files, auto, name)
     return path
 
 
-def _compare(folder: Path, files: list[Path], auto: Any, name: str) -> None:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+def _compare(config: Any, files: list[Path], auto: Any, name: str) -> None:
     held = [size for file in files for size in _sizes(file)]
     depth = max((value for key in DEPTHS if isinstance(value := getattr(config, key, 0), int)), default=0)
     if depth > len(held):

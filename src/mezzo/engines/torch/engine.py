@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mezzo import noise
 from mezzo.engines.base import Unit
 from mezzo.engines.hub import refuse_pairs
 from mezzo.engines.torch import catalog, fast, last_layer, layers, prefix, trunk
 from mezzo.engines.torch.beginnings import Beginnings
+from mezzo.engines.torch.forward import Forward, is_causal
 from mezzo.engines.torch.generation import continued
-from mezzo.engines.torch.inputs import Rows, pack, picked
+from mezzo.engines.torch.inputs import Rows, pack
 from mezzo.engines.torch.merging import merged
 from mezzo.engines.torch.noise import NoiseSource
 from mezzo.engines.torch.points import Point
@@ -29,19 +28,11 @@ from mezzo.engines.torch.shared import score_candidates
 from mezzo.engines.units import by_length, width_of
 from mezzo.errors import JournalError, ModelError, RunFailed, SpaceError, out_of_memory
 from mezzo.space import Space, lora_names, prefix_names, select
-from mezzo.types import Batch, Probe, Question, Readout, Scores, TensorInfo, Trained, Update
+from mezzo.types import Batch, Probe, Question, Scores, TensorInfo, Trained, Update
 
 if TYPE_CHECKING:
     from mezzo.engines.torch.ahead import Ahead
     from mezzo.engines.torch.graphs import Graphs
-
-SHORT = 64
-FOR_SHORT = [
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.MATH,
-]
 
 
 class TorchEngine:
@@ -77,7 +68,7 @@ class TorchEngine:
         self.unit = unit or Unit(rows=64)
         self.space = space
         self.pad_id = pad_id
-        self.causal = _is_causal(model)
+        self.causal = is_causal(model)
         self.share_prompts = True  # candidates of one prompt continue its keys and values
         self.base_digest = base_digest or catalog.digest_of(self.model.named_parameters())
         self.stored_as = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
@@ -97,7 +88,6 @@ class TorchEngine:
         # Before the trained tensors take their places: no plain forward runs on a CPU once weights are of sixteen bits.
         self.trunk = trunk.find(model, self._moving(), self._tiny_inputs(), int(cache_mb * trunk.MIB))
         self._adopt()
-        self._words: dict[tuple[int, ...], Tensor] = {}
         self.graphs: Graphs | None = None
         self.at_close: Callable[[], None] = lambda: None
         self.ahead: Ahead | None = None
@@ -107,8 +97,7 @@ class TorchEngine:
         prefix.attach(self.model, self.population, self.stated.get)
         fast.attach(self, space.scaling)
         last_layer.attach(self.model, self.population, self.trunk.layers if self.trunk else ())
-        for body in catalog.trunks(self.model):
-            body.register_forward_hook(self._keep_readout_positions)
+        self.forward = Forward(self.model, self.population, self.trunk, self.device)
 
     # ---- the contract
 
@@ -291,57 +280,9 @@ class TorchEngine:
             if name in self.population.trained:
                 parameter.data = self.population.value(name)
 
-    # ---- the forward
-
     def _tiny_inputs(self) -> dict[str, Tensor]:
         ids = torch.tensor([[0, 1]], device=self.device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-    def forward(self, rows: Rows, batch: Batch) -> Tensor:
-        """[P·rows, *tail] on the device, inside an active population."""
-        population, members = self.population, len(self.population.probes)
-        only_words = batch.readout.kind == "words" and not batch.readout.vocabulary
-        population.words = self.words_of(batch.readout) if only_words else None
-        standing_in = self.trunk.standing_in(rows, members, self._alone) if self.trunk else nullcontext(rows)
-        with standing_in as seen, attention_for(self.device, seen.ids.shape[1]):
-            population.rows, population.length = seen.count, seen.ids.shape[1]
-            population.gather = self._read_at(rows, members) if seen is rows else None
-            logits = self.model(**self.inputs(seen, members)).logits
-        if population.gather is not None:  # no trunk of this model could be trimmed to the readout
-            logits = picked(logits, population.gather)
-        return rows.read(logits.float(), batch.readout, self.words_of(batch.readout), members)
-
-    def words_of(self, readout: Readout) -> Tensor:
-        """The label words' ids on the device; sent there once."""
-        if readout.words not in self._words:
-            self._words[readout.words] = torch.tensor(readout.words, dtype=torch.long, device=self.device)
-        return self._words[readout.words]
-
-    def _read_at(self, rows: Rows, members: int) -> Tensor | None:
-        """[P·B, k]: the positions whose hidden states matter; None where all may."""
-        if rows.positions is not None:
-            return rows.positions.to(self.device).repeat(members, 1)
-        first = type(self.model).__name__ in last_layer.FIRST_TOKEN
-        return torch.zeros((members * rows.count, 1), dtype=torch.long, device=self.device) if first else None
-
-    def inputs(self, rows: Rows, members: int) -> dict[str, Any]:
-        # Behind a causal mask nothing before the readout sees the padding on its right.
-        unseen = not rows.padded or (self.causal and rows.positions is not None)
-        return self._inputs(rows.ids, rows.segments, None if unseen else rows.mask, members)
-
-    def _inputs(self, ids: Tensor, segments: Tensor | None, mask: Tensor | None, members: int) -> dict[str, Any]:
-        inputs = {"input_ids": ids}
-        if mask is not None:
-            inputs["attention_mask"] = mask
-        types = getattr(self.model.config, "type_vocab_size", 0)
-        if segments is not None and types > 1:
-            inputs["token_type_ids"] = segments.clamp(max=types - 1)
-        found = {key: value.to(self.device, non_blocking=True).repeat(members, 1) for key, value in inputs.items()}
-        return {**found, "use_cache": False} if self.causal else found
-
-    def _alone(self, ids: Tensor, segments: Tensor | None) -> dict[str, Any]:
-        """One example without padding."""
-        return self._inputs(ids, segments, None, 1)
 
     def _moving(self) -> set[nn.Module]:
         """The modules whose outcome training changes: owners of trained tensors, tied ones included, and LoRA's targets."""
@@ -352,21 +293,3 @@ class TorchEngine:
             if any(name in trained for name in (*lora_names(f"{path}.weight"), *prefix_names(path))):
                 found.add(module)
         return found
-
-    def _keep_readout_positions(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The LM head runs on the hidden states that are read, not on whole sequences."""
-        if self.population.gather is not None and self.population.probes:
-            output.last_hidden_state = picked(output.last_hidden_state, self.population.gather)
-            self.population.gather = None
-        return output
-
-
-def attention_for(device: torch.device, length: int) -> AbstractContextManager[None]:
-    """On a GPU, short rows go to the kernel that is fastest for them: 25 µs instead of 38 at 128 rows of 32 tokens."""
-    if device.type != "cuda" or length > SHORT:
-        return nullcontext()
-    return sdpa_kernel(FOR_SHORT, set_priority=True)
-
-
-def _is_causal(model: nn.Module) -> bool:
-    return "CausalLM" in type(model).__name__ or "LMHeadModel" in type(model).__name__

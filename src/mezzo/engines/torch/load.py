@@ -38,7 +38,8 @@ def load_model(
     else:
         auto = transformers.AutoModelForMaskedLM if family == "masked" else transformers.AutoModelForCausalLM
         extra = {}
-    if getattr(load_config(name, remote_code), "quantization_config", None) is not None:
+    config = load_config(name, remote_code)
+    if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
             f"{name} is stored quantised: give the checkpoint it was made from, and --quantize 4bit or 8bit"
         )
@@ -47,7 +48,7 @@ def load_model(
         model, report = fetched(
             name,
             lambda path, **how: auto.from_pretrained(
-                weighed(path, auto, name, remote_code),
+                weighed(path, auto, name, None if remote_code else config),
                 dtype=dtype,
                 output_loading_info=True,
                 use_safetensors=True,

@@ -21,11 +21,11 @@ def merged(engine: TorchEngine) -> nn.Module:
         raise ConfigError("a prefix is not part of a model's weights: export the adapter instead")
     if engine.quantized:
         raise ConfigError("a quantised base cannot take in what was trained: export the adapter instead")
-    twin = copy.deepcopy(engine.model, {id(engine): engine})  # hooks lead to the engine: it is not part of the copy
+    twin = copy.deepcopy(engine.model, {id(engine.forward): engine.forward})  # hooks lead there: no part of the copy
     for module in twin.modules():
         module.__dict__.pop("forward", None)
         for key, hook in list(module._forward_hooks.items()):
-            if getattr(hook, "__self__", None) is engine:
+            if getattr(hook, "__self__", None) is engine.forward:
                 del module._forward_hooks[key]
     for name, parameter in twin.named_parameters():
         delta = engine.lora_delta(name)
