@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 import mezzo
 
 HERE = Path(__file__).parents[1]
 LARGEST_WHEEL = 30 * 2**20
+LARGEST_MODEL = 14_000_000
 
 
 @pytest.mark.slow
@@ -53,3 +55,25 @@ def test_the_wheel_trains_from_an_empty_folder(tmp_path):
         [sys.executable, "-c", "import mezzo; print(mezzo.__file__)"], cwd=empty, env=environment, capture_output=True
     )
     assert Path(where.stdout.decode().strip()).is_relative_to(installed)
+
+
+@pytest.mark.parametrize(("task", "rows", "test"), [("reviews", 1000, 400), ("pairs", 200, 0)])
+def test_the_bundled_data_is_of_the_size_its_card_says(task, rows, test):
+    folder = HERE / "src" / "mezzo" / "bundled" / "data" / task
+    lines = {file.stem: file.read_text(encoding="utf-8").splitlines() for file in folder.glob("*.jsonl")}
+    assert sum(map(len, lines.values())) >= rows
+    assert len(lines["test"]) >= test
+    every = [
+        json.dumps({k: v for k, v in json.loads(line).items() if k != "label"})
+        for part in lines.values()
+        for line in part
+    ]
+    assert len(set(every)) == len(every), "no sentence twice, in whatever split"
+
+
+@pytest.mark.parametrize("name", ["roberta-mini", "llama-mini"])
+def test_the_bundled_models_are_small_and_in_sixteen_bits(name):
+    path = HERE / "src" / "mezzo" / "bundled" / "models" / name / "model.safetensors"
+    assert path.stat().st_size <= LARGEST_MODEL
+    with safe_open(path, framework="numpy") as file:
+        assert {file.get_slice(key).get_dtype() for key in file.keys()} == {"F16"}  # noqa: SIM118

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, BartTokenizerFast, T5Tokenizer
 
+from mezzo.engines.hub import load_tokenizer
 from mezzo.errors import TaskError
 from mezzo.tasks import Encoder, Task, get_task, list_tasks
 from mezzo.tasks.tokens import Tokens
@@ -54,6 +55,12 @@ def test_every_bundled_word_is_one_token_as_in_running_text(task: Task, tokenize
     for word, token in zip(task.words, label_words(Tokens(tokenizer), task), strict=True):
         text = tokenizer(f"it was {word}", add_special_tokens=False)["input_ids"]
         assert text[-1] == token
+
+
+def test_the_bundled_model_has_every_label_word_as_one_token() -> None:
+    tokens = Tokens(load_tokenizer("mezzo/roberta-mini"))
+    for task in MASKED:
+        assert len(set(label_words(tokens, task))) == len(task.labels), task.name
 
 
 def test_a_word_of_several_tokens_is_refused_with_its_pieces_and_alternatives(roberta: Any) -> None:
