@@ -143,7 +143,8 @@ def test_terms_that_lie_beside_a_product(dtype, each):
     bias, gain, shift = (torch.from_numpy(rng.normal(size=(2, width))).float().to(DEVICE) for _ in range(3))
     factors = thin.Factors(rank, factor, up.view(1, -1), (0,), torch.zeros(1, dtype=torch.int64, device=DEVICE))
     t = longer[:, width : width + rank][None]
-    term = thin.Beside(t, factors, up.T.contiguous()[None], torch.tensor(scales, device=DEVICE).view(-1, 1))
+    on_device = torch.tensor(scales, device=DEVICE).view(-1, 1)
+    term = thin.Term(t, factors, on_device, up=up.T.contiguous()[None])
     member = torch.arange(rows, device=DEVICE) // each
     wide = longer.double()
     own = torch.tensor(scales, device=DEVICE).double()[member, None] * factor

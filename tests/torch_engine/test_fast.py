@@ -104,9 +104,10 @@ def test_thin_products_equal_float64(lora, dtype, inner):
     given = torch.from_numpy(x).to(DEVICE, dtype)
     places = tuple(rank * inner * number for number in range(modules))
     factors = thin.Factors(rank, factor, parts, places, modules * rank * inner + at * outer * rank)
-    t = thin.down(given, factors, torch.tensor(scales, device=DEVICE))
+    on_device = torch.tensor(scales, device=DEVICE)
+    t = thin.down(given, factors, on_device)
     y = torch.empty((modules, members * rows, outer), device=DEVICE, dtype=dtype)
-    thin.up(y, thin.Term(t, factors), bias)
+    thin.up(y, thin.Term(t, factors, on_device), bias)
     exact = given.double().cpu().numpy().reshape(members, rows, inner)
     for module in range(modules):
         for member, scale in enumerate(scales):

@@ -72,7 +72,7 @@ class Product:
                 work.keep_turned(adapter.down, down)
                 work.keep_turned(adapter.up, up)
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, thin.Term | thin.Beside | None]:
+    def __call__(self, x: Tensor) -> tuple[Tensor, thin.Term | None]:
         """[rows, outputs of all layers side by side], and their thin term, which is still to be added."""
         population = self.population
         if self.dense and population.perturbed:
@@ -84,7 +84,7 @@ class Product:
             return self._with_beside(x, self.factors)
         return torch.mm(x, self.weight.T), self._term(x, self.factors)
 
-    def alone(self, x: Tensor) -> tuple[Tensor, thin.Beside | None]:
+    def alone(self, x: Tensor) -> tuple[Tensor, thin.Term | None]:
         """The same of one layer for those who add low-rank noise only: LoRA's term is in the product already."""
         if self.factors is None or not self.population.perturbed:
             return self(x)[0], None
@@ -94,13 +94,14 @@ class Product:
         thin.up(y[None], self._term(x, self.factors), None)
         return y.addmm_(x, self.weight.T), None
 
-    def _with_beside(self, x: Tensor, factors: thin.Factors) -> tuple[Tensor, thin.Beside]:
+    def _with_beside(self, x: Tensor, factors: thin.Factors) -> tuple[Tensor, thin.Term]:
         y, width = torch.mm(x, self.all.T), len(self.weight)
-        t = y[:, width : width + self.below].view(len(x), -1, factors.rank).transpose(0, 1)
-        return y[:, :width], thin.Beside(t, factors, self.up, self.population.point.scales, self.places)
+        t = y[None, :, width : width + self.below]
+        return y[:, :width], thin.Term(t, factors, self.population.point.scales, self.places, self.up)
 
     def _term(self, x: Tensor, factors: thin.Factors) -> thin.Term:
-        return thin.Term(thin.down(x, factors, self.population.point.scales), factors, self.places)
+        scales = self.population.point.scales
+        return thin.Term(thin.down(x, factors, scales), factors, scales, self.places)
 
     def bias(self, number: int = 0) -> Tensor:
         """[P, n] of one of the layers."""

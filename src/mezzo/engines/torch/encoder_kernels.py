@@ -11,29 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mezzo.engines.torch.thin import Beside, Term, no_term, product, whole
+from mezzo.engines.torch.thin import Term, no_term, product, raised
 from mezzo.engines.torch.vectors import gelu_of
 
 LONGEST = {torch.float32: 32, torch.bfloat16: 128, torch.float16: 128}
 """Tokens of a row whose attention is one block. Products of float32 that are not rounded take many more registers."""
 GELU = {"ROWS": 32, "COLUMNS": 128, "num_warps": 4}
-
-
-@triton.jit
-def _up(total, t, step, group_step, row_step, parts, size, at, scale, row, real, line, inside, place: tl.constexpr,
-        PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, BESIDE: tl.constexpr,
-        EXACT: tl.constexpr):  # fmt: skip
-    """total + t·Eᵀ at these rows and lines, for one layer of a group; BESIDE: + scale·t·Eᵀ."""
-    column = tl.arange(0, WIDE)
-    known = column < PARTS * RANK
-    at_t = place * group_step + row.to(tl.int64)[:, None] * row_step + column[None, :]
-    t_tile = whole(t, step, at_t, real[:, None] & known[None, :], PIECES)
-    start = parts + tl.multiple_of(tl.load(at + place), 64) + (column // RANK) * size + column % RANK
-    e_tile = tl.load(start[:, None] + line[None, :] * RANK, mask=known[:, None] & inside[None, :], other=0.0)
-    if BESIDE:
-        return total + scale * product(t_tile, e_tile, tl.zeros_like(total), EXACT)
-    else:
-        return product(t_tile, e_tile, total, EXACT)
 
 
 @triton.jit
@@ -49,27 +32,26 @@ def _vector(vectors, step, row, each, line, real, inside, SAME: tl.constexpr):
 
 @triton.jit
 def _head(y, bias, bias_step, member, first, step, row, real, column, inside,
-          term, t_step, group_step, row_step, parts, size, at, scale,
+          term, t_step, row_step, parts, size, at, scale, factor,
           PLACE: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr,
-          BESIDE: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+          EXACT: tl.constexpr):  # fmt: skip
     """[tokens, columns] of one of query, key and value: product, bias and thin term, rounded once."""
     place = y + row.to(tl.int64)[:, None] * step + (first + column)[None, :]
     found = tl.load(place, mask=real[:, None] & inside[None, :], other=0.0).to(tl.float32)
     found += tl.load(bias + member * bias_step + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     if PLACE >= 0:
-        found = _up(found, term, t_step, group_step, row_step, parts, size, at, scale, row, real, column, inside, PLACE,
-                    PIECES, PARTS, RANK, WIDE, BESIDE, EXACT)  # fmt: skip
+        found = raised(found, term, t_step, row_step, parts, size, at, scale, factor, row, real, column, inside, PLACE,
+                       PIECES, PARTS, RANK, WIDE, EXACT)  # fmt: skip
     return found.to(y.dtype.element_ty)
 
 
 @triton.jit
 def _attend(y, step, q_bias, k_bias, v_bias, bias_step, mask, mask_row, mask_query, mask_key,
-            term, t_step, group_step, row_step, parts, size, at, scales, factor, out, length, each, scaling,
+            term, t_step, row_step, parts, size, at, scales, factor, out, length, each, scaling,
             HEADS: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr, Q: tl.constexpr, K: tl.constexpr,
             V: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr,
-            BESIDE: tl.constexpr, EXACT: tl.constexpr,
-            TOKENS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    sequence, head = tl.program_id(0), tl.program_id(1)
+            EXACT: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    head, sequence = tl.program_id(0), tl.program_id(1)
     token = tl.arange(0, TOKENS)
     lane = tl.arange(0, COLUMNS)
     real, inside = token < length, lane < SIZE
@@ -77,16 +59,15 @@ def _attend(y, step, q_bias, k_bias, v_bias, bias_step, mask, mask_row, mask_que
     column = head * SIZE + lane
     member = sequence // each
     width: tl.constexpr = HEADS * SIZE
-    scale = tl.load(scales + member) * factor if BESIDE else 1.0
+    scale = 1.0
+    if Q >= 0 or K >= 0 or V >= 0:
+        scale = tl.load(scales + member)
     q = _head(y, q_bias, bias_step, member, 0, step, row, real, column, inside,
-              term, t_step, group_step, row_step, parts, size, at, scale,
-              Q, PIECES, PARTS, RANK, WIDE, BESIDE, EXACT)  # fmt: skip
+              term, t_step, row_step, parts, size, at, scale, factor, Q, PIECES, PARTS, RANK, WIDE, EXACT)  # fmt: skip
     k = _head(y, k_bias, bias_step, member, width, step, row, real, column, inside,
-              term, t_step, group_step, row_step, parts, size, at, scale,
-              K, PIECES, PARTS, RANK, WIDE, BESIDE, EXACT)  # fmt: skip
+              term, t_step, row_step, parts, size, at, scale, factor, K, PIECES, PARTS, RANK, WIDE, EXACT)  # fmt: skip
     v = _head(y, v_bias, bias_step, member, 2 * width, step, row, real, column, inside,
-              term, t_step, group_step, row_step, parts, size, at, scale,
-              V, PIECES, PARTS, RANK, WIDE, BESIDE, EXACT)  # fmt: skip
+              term, t_step, row_step, parts, size, at, scale, factor, V, PIECES, PARTS, RANK, WIDE, EXACT)  # fmt: skip
     none = tl.zeros((TOKENS, TOKENS), tl.float32)
     logits = product(q, tl.trans(k), none, EXACT) * scaling
     seen = real[None, :] & (token[:, None] >= 0)
@@ -104,25 +85,24 @@ def _attend(y, step, q_bias, k_bias, v_bias, bias_step, mask, mask_row, mask_que
 
 
 @triton.jit
-def _gelu(y, step, bias, bias_step, rows, each, term, t_step, group_step, row_step, parts, size, at, scales, factor,
+def _gelu(y, step, bias, bias_step, rows, each, term, t_step, row_step, parts, size, at, scales, factor,
           WIDTH: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr,
-          BESIDE: tl.constexpr, SAME: tl.constexpr, EXACT: tl.constexpr,
-          ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+          SAME: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     line = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     real, inside = row < rows, line < WIDTH
     place, here = y + row.to(tl.int64)[:, None] * step + line[None, :], real[:, None] & inside[None, :]
     value = tl.load(place, mask=here, other=0.0).to(tl.float32)
     value += _vector(bias, bias_step, row, each, line, real, inside, SAME)
-    scale = tl.load(scales + row // each, mask=real, other=0.0)[:, None] * factor if BESIDE else 1.0
-    value = _up(value, term, t_step, group_step, row_step, parts, size, at, scale, row, real, line, inside, 0,
-                PIECES, PARTS, RANK, WIDE, BESIDE, EXACT)  # fmt: skip
+    scale = tl.load(scales + row // each, mask=real, other=0.0)[:, None]
+    value = raised(value, term, t_step, row_step, parts, size, at, scale, factor, row, real, line, inside, 0,
+                   PIECES, PARTS, RANK, WIDE, EXACT)  # fmt: skip
     tl.store(place, gelu_of(value, EXACT).to(y.dtype.element_ty), mask=here)
 
 
 def attend(
     y: Tensor, biases: tuple[Tensor, Tensor, Tensor], length: int, heads: int, scaling: float, members: int,
-    term: Term | Beside | None = None, mask: Tensor | None = None,
+    term: Term | None = None, mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention within rows of `length` tokens; y[tokens, 3·width] holds queries, keys and values side by side (and may be the
     first columns of something wider).
@@ -141,7 +121,7 @@ def attend(
     bias_step = biases[0].stride(0)
     assert all(bias.stride(0) == bias_step for bias in biases), "biases of one kind lie side by side"
     arguments, sizes = (term.arguments, term.sizes) if term else no_term(y)
-    _attend[(rows, heads)](
+    _attend[(heads, rows)](
         y, y.stride(0), *biases, bias_step, y if mask is None else mask.view(torch.uint8), *steps,
         *arguments, out, length, rows // members, scaling,
         HEADS=heads, SIZE=size, MASKED=mask is not None, Q=places[0], K=places[1], V=places[2],
@@ -151,7 +131,7 @@ def attend(
     return out
 
 
-def gelu(y: Tensor, bias: Tensor, members: int, term: Term | Beside) -> None:
+def gelu(y: Tensor, bias: Tensor, members: int, term: Term) -> None:
     """GELU of y + bias[P, n] + thin term, in place; y may be the first columns of something wider."""
     rows, width = y.shape
     _gelu[(triton.cdiv(rows, GELU["ROWS"]), triton.cdiv(width, GELU["COLUMNS"]))](

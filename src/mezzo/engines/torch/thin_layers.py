@@ -129,12 +129,13 @@ class Group:
         population = self.population
         population.split(rows, self.adapters[first].path)  # says so if the rows are not the members' own
         x = rows.view(-1, rows.shape[-1])
-        t = thin.down(x, self.factors[first], population.point.scales)
+        scales, rank = population.point.scales, self.factors[first].rank
+        t = thin.down(x, self.factors[first], scales)
         found: dict[int, Tensor] = {}
         for run in self.runs[first]:
             y = x.new_empty((run.stop - run.start, len(x), run.width))
-            own = thin.Term(t[:, run.start - first : run.stop - first], self.of_run[run.start, run.stop])
-            thin.up(y, own, run.bias)
+            own = t[..., (run.start - first) * rank : (run.stop - first) * rank]
+            thin.up(y, thin.Term(own, self.of_run[run.start, run.stop], scales), run.bias)
             for place, adapter in enumerate(self.adapters[run.start : run.stop]):
                 y[place].addmm_(x, adapter.module.weight.T)
                 if adapter.bias is not None:

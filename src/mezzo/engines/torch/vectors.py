@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mezzo.engines.torch.thin import Beside
+from mezzo.engines.torch.thin import Term
 
 FEW = 8
 """Columns of a thin term that a norm adds: by plain multiplications, which for so few beat feeding the tensor cores."""
@@ -83,7 +83,7 @@ def norm(
     residual: Tensor | None = None,
     bias: Tensor | None = None,
     centred: bool = True,
-    term: Beside | None = None,
+    term: Term | None = None,
 ) -> Tensor:
     """The norm of x + bias + residual + thin term, with each member's own bias[P, n], gain[P, n] and shift[P, n].
 
@@ -102,7 +102,7 @@ def norm(
         bias_or.stride(0), gain.stride(0), shift_or.stride(0), each, eps,
         *((term.t, term.t.stride(1), term.up, term.scales, term.factors.factor) if term else (x, 0, x, x, 1.0)),
         WIDTH=width, BLOCK=block, RESIDUAL=residual is not None, BIAS=bias is not None, SHIFT=shift is not None,
-        CENTRED=centred, THIN=term.up.shape[1] if term else 0, ROWS=together, num_warps=4 if block <= 2048 else 8,
+        CENTRED=centred, THIN=term.factors.rank if term else 0, ROWS=together, num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
     return out
 
