@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,3 +113,19 @@ def test_the_results_of_a_grid_with_its_anchor(tmp_path):
     assert (full["forward_passes"], adam["steps"]) == (4, 2)
     assert all(0 <= row["dev"] <= 1 and 0 <= row["value"] <= 1 for row in (full, adam))
     assert f"| sst-2 | 4 | full@lr=1e-4 | {100 * full['zero_shot']:.1f} |" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_kernels_of_a_step():
+    """`benchmarks/step_kernels.py` shows the time of steps in a row and what it is made of."""
+    tiny = ["--model", "roberta-mini", "--batch-size", "2", "--length", "8", "--dtype", "float32", "--space", "lora"]
+    done = run("../benchmarks/step_kernels.py", *tiny, "--steps", "2", "--rounds", "1", "--top", "3")
+    assert done.returncode == 0, done.stderr
+    bare, *_, lora = (line for line in done.stdout.splitlines() if "ms in a row" in line)
+    assert bare.startswith("bare doubled forward: ")
+    assert lora.startswith("mezzo lora, rademacher: ")
+    assert len(re.findall(r"^ +[0-9.]+ ms +[0-9]+ x +[0-9.]+ µs  matrix products$", done.stdout, re.M)) == 2
+    wrong = run("../benchmarks/step_kernels.py", "--model", "robberta")
+    assert wrong.returncode == 2
+    assert "robberta" in wrong.stderr
+    assert "Traceback" not in wrong.stderr

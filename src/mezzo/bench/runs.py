@@ -57,7 +57,7 @@ def bench(
 ) -> Report:
     """Time the contenders of every setting, all in this process; `show` gets a line as each setting begins."""
     given = {name: value for name, value in options.items() if value is not None}
-    spaces = [_space(text.strip()) for text in str(given.pop("space", SPACES)).split(",")]
+    spaces = [space_and_noise(text.strip()) for text in str(given.pop("space", SPACES)).split(",")]
     config = from_mapping(given)
     if rounds < FEWEST_ROUNDS:
         raise ConfigError(f"bench needs at least {FEWEST_ROUNDS} rounds to show a spread, not {rounds}")
@@ -80,9 +80,9 @@ def _compared(case: Case, spaces: list[tuple[str, str]], spread: float, rounds: 
     # Imported late: a mistake in the options is told before torch has loaded.
     from mezzo.bench import timing
 
-    threads, setting = _threads(case.config.threads), _setting(case, spread)
+    threads, setting = _threads(case.config.threads), setting_of(case, spread)
     with ExitStack() as stack:
-        makers = _contenders(case.config, setting, spaces, published, stack)
+        makers = contenders_of(case.config, setting, spaces, published, stack)
         timed = timing.interleaved(makers, setting.device, rounds)
     floor = timed[BARE]
     rows = [
@@ -109,7 +109,7 @@ def _compared(case: Case, spaces: list[tuple[str, str]], spread: float, rounds: 
     return rows
 
 
-def _setting(case: Case, spread: float) -> Setting:
+def setting_of(case: Case, spread: float) -> Setting:
     """The model, batch and device of a case; refused where a row does not fit the model."""
     import torch
 
@@ -133,7 +133,7 @@ def _setting(case: Case, spread: float) -> Setting:
     )
 
 
-def _contenders(
+def contenders_of(
     config: RunConfig, setting: Setting, spaces: list[tuple[str, str]], published: bool, stack: ExitStack
 ) -> dict[str, Callable[[], Step]]:
     """What is timed, by name, each made when its turn comes; journals lie in folders that `stack` removes."""
@@ -162,7 +162,7 @@ def _threads(wanted: int | None) -> int:
     return torch.get_num_threads()
 
 
-def _space(text: str) -> tuple[str, str]:
+def space_and_noise(text: str) -> tuple[str, str]:
     """`lora`, `full:gaussian`, `matrices:lowrank`: what is trained, and how its noise looks."""
     kind, _, noise = text.partition(":")
     noise = noise or "rademacher"

@@ -1,0 +1,96 @@
+"""Where a step's time goes: the kernels of one step by torch's profiler, beside the time of steps in a row.
+
+python benchmarks/step_kernels.py --model roberta-large --batch-size 64 --length 32 --dtype bfloat16
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+from collections import Counter
+from contextlib import ExitStack
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from mezzo.bench.contenders import Step
+from mezzo.bench.runs import Case, contenders_of, setting_of, space_and_noise
+from mezzo.bench.timing import WARM_UP, now
+from mezzo.config import from_mapping
+from mezzo.errors import MezzoError
+
+PRODUCTS = "matrix products"
+PRODUCT = re.compile(r"nvjet|gemm|addmm|bmm|aten::mm")
+"""Names of the libraries' own products, which differ by shape and are shown as one."""
+
+
+class Contender:
+    """A step that counts itself."""
+
+    def __init__(self, step: Step, device: torch.device) -> None:
+        self.step, self.device, self.number = step, device, 0
+        self.in_a_row(WARM_UP[device.type] + 4)
+
+    def in_a_row(self, steps: int) -> float:
+        """Milliseconds of each."""
+        began = now(self.device)
+        for _ in range(steps):
+            self.step(self.number)
+            self.number += 1
+        return 1e3 * (now(self.device) - began) / steps
+
+    def kernels(self, steps: int) -> tuple[Counter[str], Counter[str]]:
+        """Milliseconds and launches of each kernel (of each operation on a CPU) in one step."""
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on standard error
+        on_gpu = self.device.type == "cuda"
+        with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
+            self.in_a_row(steps)
+        spent: Counter[str] = Counter()
+        launches: Counter[str] = Counter()
+        for event in found.key_averages():
+            name = PRODUCTS if PRODUCT.search(event.key) else re.sub(r"<.*|\(.*", "", event.key.removeprefix("void "))
+            took = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            if took:
+                spent[name] += took / 1e3 / steps
+                launches[name] += event.count / steps
+        return spent, launches
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="roberta-large")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--length", type=int, default=32)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--space", default="lora,full,matrices:lowrank")
+    parser.add_argument("--steps", type=int, default=40, help="in a row, and again under the profiler")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--top", type=int, default=12, help="kernels shown of each step")
+    options = parser.parse_args()
+    try:
+        show(options)
+    except MezzoError as error:
+        parser.error(str(error))
+
+
+def show(options: argparse.Namespace) -> None:
+    config = from_mapping({"dtype": options.dtype, "batch_size": options.batch_size, "model": options.model})
+    setting = setting_of(Case(config, options.model, options.batch_size, options.length, 1), 0.0)
+    with ExitStack() as stack:
+        spaces = [space_and_noise(text) for text in options.space.split(",")]
+        makers = contenders_of(config, setting, spaces, False, stack)
+        every = {name: Contender(make(), setting.device) for name, make in makers.items()}
+        rounds = [{name: one.in_a_row(options.steps) for name, one in every.items()} for _ in range(options.rounds)]
+        for name, one in every.items():
+            spent, launches = one.kernels(options.steps)
+            row = statistics.median(times[name] for times in rounds)
+            print(f"{name}: {row:.2f} ms in a row, {spent.total():.2f} in {launches.total():.0f} kernels")
+            for kernel, took in spent.most_common(options.top):
+                each = 1e3 * took / launches[kernel]
+                print(f"  {took:6.3f} ms  {launches[kernel]:5.0f} x {each:6.1f} µs  {kernel[:70]}")
+
+
+if __name__ == "__main__":
+    main()
