@@ -1,4 +1,5 @@
-"""Blocks of BERT-like encoders in few kernels: residual and norm in one, and with dense noise the bias or GELU too."""
+"""Blocks of BERT-like encoders in few kernels: residual and norm in one, and with dense noise the bias or GELU too. And the
+norms of other models."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ RMS_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 
 
 def attach(model: nn.Module, population: Population) -> None:
-    """Override the blocks all of whose tensors are perturbed densely, and norms whose tensors are."""
+    """Override the blocks all of whose tensors are perturbed densely, norms whose tensors are, and those of frozen tensors."""
     names = canonical_names(model)
     for path, module in model.named_modules():
         kind = type(module).__name__
@@ -38,6 +39,8 @@ def attach(model: nn.Module, population: Population) -> None:
                 _override(module, population, _intermediate(module, path, population, names))
         elif kind in ("LayerNorm", *RMS_NORMS) and _vectors(module, names, population):
             _override(module, population, _norm(module, path, population, names))
+        elif kind in RMS_NORMS and names[id(module.weight)] not in population.trained:
+            _override(module, population, _frozen_norm(module, population), always=True)
 
 
 def _override(module: nn.Module, population: Population, fused: Callable[..., Any], always: bool = False) -> None:
@@ -103,6 +106,17 @@ def _intermediate(module: Any, path: str, population: Population, names: dict[in
     def forward(hidden: Tensor) -> Tensor:
         bias = population.member(names[id(dense.bias)])
         return vectors.add_bias(_product(dense, f"{path}.dense", hidden, population, names), bias, gelu=True)
+
+    return forward
+
+
+def _frozen_norm(module: Any, population: Population) -> Callable[..., Tensor]:
+    plain = module.forward
+
+    def forward(rows: Tensor) -> Tensor:
+        if rows.dtype != population.compute:
+            return plain(rows)  # type: ignore[no-any-return]
+        return vectors.norm(rows, module.weight[None], None, module.variance_epsilon, centred=False)
 
     return forward
 

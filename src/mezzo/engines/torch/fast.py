@@ -13,13 +13,14 @@ def attach(engine: TorchEngine, scaling: float) -> None:
     population = engine.population
     if not population.work.kernels:
         return
-    from mezzo.engines.torch import blocks, encoder, thin_layers
+    from mezzo.engines.torch import blocks, decoder, encoder, thin_layers
     from mezzo.engines.torch.on_device import OnDevice
 
     assert isinstance(population.work, OnDevice)
     population.work.prepare(list(population.trained.values()), population.flats, population.large)
     thin_layers.attach(engine.model, population, scaling)
     blocks.attach(engine.model, population)
+    decoder.attach(engine.model, population)
     encoder.attach(engine.model, population, scaling, engine.trunk.layers if engine.trunk else ())
     if engine.device.type == "cuda":
         from mezzo.engines.torch.ahead import Ahead

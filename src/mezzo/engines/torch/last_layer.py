@@ -66,10 +66,10 @@ def _encoder(layer: Any, population: Population) -> None:
     def narrow_attend(hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         if at is None:
             return attend(hidden_states, attention_mask=attention_mask, **kwargs)
-        query = _heads(attention.query(picked(hidden_states, at)), attention.attention_head_size)
-        key = _heads(attention.key(hidden_states), attention.attention_head_size)
-        value = _heads(attention.value(hidden_states), attention.attention_head_size)
-        return _attention(attention, query, key, value, _mask_rows(attention_mask, at))
+        query = heads_of(attention.query(picked(hidden_states, at)), attention.attention_head_size)
+        key = heads_of(attention.key(hidden_states), attention.attention_head_size)
+        value = heads_of(attention.value(hidden_states), attention.attention_head_size)
+        return attended(attention, query, key, value, _mask_rows(attention_mask, at))
 
     def narrow_add(hidden_states: Tensor, input_tensor: Tensor) -> Any:
         return add(hidden_states, input_tensor if at is None else picked(input_tensor, at))
@@ -92,7 +92,7 @@ def _decoder(layer: Any, population: Population) -> None:
 
 def _causal(
     layer: Any,
-    normed: Tensor,
+    rows: Tensor,
     at: Tensor,
     *,
     position_embeddings: tuple[Tensor, Tensor],
@@ -102,9 +102,9 @@ def _causal(
 ) -> Tensor:
     attention = layer.self_attn
     size = attention.head_dim
-    query = _normed(attention, "q_norm", _heads(attention.q_proj(picked(normed, at)), size))
-    key = _normed(attention, "k_norm", _heads(attention.k_proj(normed), size))
-    value = _heads(attention.v_proj(normed), size)
+    query = normed(attention, "q_norm", heads_of(attention.q_proj(picked(rows, at)), size))
+    key = normed(attention, "k_norm", heads_of(attention.k_proj(rows), size))
+    value = heads_of(attention.v_proj(rows), size)
     cos, sin = position_embeddings
     query = _turned(attention, query, _table_rows(cos, at), _table_rows(sin, at))
     key = _turned(attention, key, cos, sin)
@@ -113,22 +113,22 @@ def _causal(
     mask = _mask_rows(attention_mask, at)
     if mask is None:
         mask = (torch.arange(key.shape[2], device=at.device) <= at[:, :, None])[:, None]
-    return attention.o_proj(_attention(attention, query, key, value, mask)[0])
+    return attention.o_proj(attended(attention, query, key, value, mask)[0])
 
 
-def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
+def attended(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
     eager = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
     interface: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
     found, weights = interface(module, query, key, value, mask, dropout=0.0, scaling=module.scaling)
     return found.flatten(2), weights
 
 
-def _heads(projected: Tensor, size: int) -> Tensor:
+def heads_of(projected: Tensor, size: int) -> Tensor:
     """[rows, L, heads·size] → [rows, heads, L, size]."""
     return projected.view(*projected.shape[:-1], -1, size).transpose(1, 2)
 
 
-def _normed(attention: Any, name: str, heads: Tensor) -> Tensor:
+def normed(attention: Any, name: str, heads: Tensor) -> Tensor:
     norm = getattr(attention, name, None)
     return heads if norm is None else norm(heads)
 
