@@ -181,6 +181,30 @@ def test_what_was_begun_is_dropped_where_another_question_comes(tmp_path):
 
 
 @on_a_gpu
+def test_a_next_question_that_fails_leaves_no_move():
+    engine = engine_of(SPACES["lora"])
+    rule, before = Rule(2 * EPS, 1e-2, 0.0, 1.0), engine.digest()
+
+    def question(seed: int) -> Question:
+        return Question(BATCHES[1], (Probe(((seed, EPS),)), Probe(((seed, -EPS),))), rule)
+
+    def fails() -> Question:
+        raise ValueError("no more data")
+
+    for seed in (1, 2):
+        with pytest.raises(ValueError, match="no more data"):
+            engine.advance(question(seed), fails)
+    losses = engine.advance(question(3), lambda: question(4))
+    assert losses is not None
+    update = Sgd(lambda step: rule.rate).step(Spsa(0, EPS).tell(question(3).probes, losses), 0)
+    engine.apply([update])
+    twin = engine_of(SPACES["lora"])
+    assert twin.digest() == before
+    twin.apply([update])
+    assert engine.digest() == twin.digest(), "neither 1 nor 2 has moved anything"
+
+
+@on_a_gpu
 def test_questions_that_only_the_host_can_judge(tmp_path):
     engine = engine_of(SPACES["lora"], unit=Unit(4))
     assert engine.advance(Question(BATCHES[1], (Probe(((1, EPS),)), Probe(((1, -EPS),)))), None) is None

@@ -63,8 +63,8 @@ def test_the_gate(dtype):
                          ids=["a-pair", "no-direction", "two-directions"])  # fmt: skip
 @pytest.mark.parametrize("family", MODELS)
 def test_scores_through_the_kernels_equal_weights_written_in(family, probes, monkeypatch):
-    """At any point, and the kernels are what ran: every layer's gate, every norm, and positions of query and key (and Qwen 3's
-    norms of them) but for those of the last layer, which is trimmed to one query."""
+    """At any point, and the kernels are what ran: every layer's gate, every norm, and positions of query and key but for those
+    of the last layer, which is trimmed."""
     from mezzo.engines.torch import decoder_kernels, vectors
 
     ran: Counter[str] = Counter()
@@ -81,7 +81,7 @@ def test_scores_through_the_kernels_equal_weights_written_in(family, probes, mon
     engine = engine_of(model, space)
     found = engine.score(batch, probes)
     layers = model.config.num_hidden_layers
-    norms = 2 * layers + 1 + (2 * layers - 1 if family == "qwen3" else 0)
+    norms = 2 * layers + 1 + (2 * layers if family == "qwen3" else 0)
     forwards = ran["gate"] // layers
     assert forwards >= 1
     wanted = {"turn": (layers - 1) * forwards, "gate": layers * forwards, "norm": norms * forwards}

@@ -14,7 +14,7 @@ from mezzo.engines.base import Unit
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.errors import MezzoError, SpaceError
 from mezzo.space import Space
-from mezzo.types import Probe
+from mezzo.types import Batch, Probe, Prompt, Readout
 from tests.conftest import VOCAB, make_batch, settled
 from tests.reference import plain_scores, written
 
@@ -105,3 +105,65 @@ def test_what_cannot_be_exact_is_refused_in_one_line(family):
     with pytest.raises(MezzoError) as caught:
         TorchEngine(make(*family), Space("full"), pad_id=1).check(make_batch(), 1e-2)
     assert "\n" not in str(caught.value)
+
+
+WINDOWED = ("mistral", "qwen3", "gemma2", "gemma3")
+
+
+@pytest.mark.parametrize("window", [6, 64], ids=["reached", "out-of-reach"])
+@pytest.mark.parametrize("family", WINDOWED)
+def test_candidates_behind_prompts_of_other_lengths_than_a_window(family, window):
+    """Prompts are shared only where no window ends within a row, which is counted with the padding behind a prompt."""
+    name, options = FAMILIES[family]
+    extra = {"use_sliding_window": True, "max_window_layers": 0} if family == "qwen3" else {}
+    model = make(name, {**options, "sliding_window": window, **extra})
+    pristine, space = copy.deepcopy(model), Space("lora", rank=4, alpha=8)
+    engine = TorchEngine(model, space, seed=3, pad_id=1, unit=Unit(8))
+    rng = np.random.default_rng(5)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(int(token) for token in rng.integers(5, VOCAB, size=count))
+
+    prompts = tuple(Prompt(tokens(size), label=0, candidates=(tokens(3), tokens(4))) for size in (4, 12, 9, 20))
+    batch = Batch(prompts, Readout("candidates"))
+    probe = Probe(((7, 0.02),))
+    found = engine.score(batch, [probe, Probe()])
+    twin = written(pristine, engine.trained, engine.state(), "rademacher", probe, space)
+    np.testing.assert_allclose(found[0], plain_scores(twin, batch), rtol=1e-4, atol=2e-5)
+    engine.check(batch, 1e-2)
+
+
+@pytest.mark.parametrize("lengths", [(9, 9, 9), (4, 9, 6)], ids=["equal", "mixed"])
+@pytest.mark.parametrize("kind", ["ForCausalLM", "ForSequenceClassification"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_a_decoder_that_looks_both_ways(family, kind, lengths):
+    """`is_causal=False` in its configuration, as embedding models have it."""
+    labels = {"num_labels": 2} if kind != "ForCausalLM" else {}
+    model = make(family + kind, {**DECODER, "is_causal": False, **labels})
+    pristine, space = copy.deepcopy(model), Space("lora", rank=4, alpha=8)
+    engine = TorchEngine(model, space, seed=3, pad_id=1)
+    rng = np.random.default_rng(2)
+    prompts = tuple(
+        Prompt(tuple(int(t) for t in rng.integers(5, VOCAB, size=size)), label=0, position=2) for size in lengths
+    )
+    batch = Batch(prompts, Readout("words", words=(11, 47)) if not labels else Readout("head", classes=2))
+    probe = Probe(((7, 0.02),))
+    twin = written(pristine, engine.trained, engine.state(), "rademacher", probe, space)
+    with torch.no_grad():
+        logits = [twin(input_ids=torch.tensor([prompt.ids])).logits[0] for prompt in prompts]
+    expected = [one.numpy() if labels else one[2, [11, 47]].numpy() for one in logits]
+    np.testing.assert_allclose(engine.score(batch, [probe])[0], expected, rtol=1e-4, atol=2e-5)
+    engine.check(batch, 1e-2)
+
+
+def test_a_strangers_class_of_a_known_name_keeps_its_own_code():
+    """A model's own code may call something else `LlamaRMSNorm` or `LlamaDecoderLayer`."""
+    model = make("LlamaForCausalLM", DECODER)
+    for module in list(model.modules()):
+        if type(module).__name__.startswith("Llama"):
+            other = type(type(module).__name__, (type(module),), {"__module__": "transformers_modules.stranger"})
+            module.__class__ = other
+    engine = TorchEngine(model, Space("head"), seed=3, pad_id=1)
+    assert "forward" not in vars(engine.model.model.layers[-1])
+    known = TorchEngine(make("LlamaForCausalLM", DECODER), Space("head"), seed=3, pad_id=1)
+    assert "forward" in vars(known.model.model.layers[-1])

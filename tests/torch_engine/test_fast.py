@@ -15,6 +15,7 @@ from mezzo.space import Space
 from mezzo.types import Batch, Probe, Prompt, Question, Readout, Update
 from tests.conftest import MODELS, VOCAB, make_batch, make_llama, make_roberta
 from tests.reference import plain_scores, written
+from tests.torch_engine.test_families import DECODER, make
 from tests.torch_engine.triton_device import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS
@@ -57,6 +58,37 @@ def test_scores_equal_weights_written_in(make, space, kind, small):
     for _ in range(1 if INTERPRETED else 3):  # as it comes, captured, replayed
         np.testing.assert_allclose(engine.score(batch, PAIR), expected, rtol=1e-4, atol=2e-5)
     engine.check(batch, 1e-2)
+
+
+QWEN2 = {**DECODER, "num_key_value_heads": 4}
+del QWEN2["head_dim"]
+
+
+@pytest.mark.parametrize("space", ["lora-all", "matrices-lowrank"])
+@pytest.mark.parametrize(("kind", "options"), [("Llama", DECODER), ("Qwen2", QWEN2), ("Mistral", DECODER)])
+def test_no_thin_product_is_computed_for_nothing(kind, options, space, monkeypatch):
+    """Layers whose inputs have one width but not one content (`o_proj` beside query, key and value), with biases or not."""
+    from mezzo.engines.torch.thin_layers import Group
+
+    computed: list[tuple[str, int]] = []
+    real = Group._computed
+
+    def counted(self, first, rows):
+        computed.extend((adapter.path, rows.shape[1]) for adapter in self.adapters[first:])
+        return real(self, first, rows)
+
+    monkeypatch.setattr(Group, "_computed", counted)
+    model = make(f"{kind}ForCausalLM", options)
+    pristine, batch = copy.deepcopy(model), make_batch(4)
+    engine = engine_of(model, SPACES[space])
+    found = engine.score(batch, PAIR)
+    assert len(computed) >= 7 * 2
+    assert len(set(computed)) == len(computed), "nothing twice from as many positions"
+    expected = [
+        plain_scores(written(pristine, engine.trained, engine.state(), "rademacher", probe, SPACES[space]), batch)
+        for probe in PAIR
+    ]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian"])

@@ -149,6 +149,20 @@ def test_the_self_check_names_a_module_that_differs(monkeypatch):
         engine.check(make_batch(), 1e-2)
 
 
+def test_the_self_check_finds_its_words_where_norms_are_vectorised():
+    """Trained norms of a Llama run inside a vmap, whose tensors nobody may keep."""
+    from mezzo.errors import ModelError
+
+    engine = TorchEngine(make_llama(), Space("full"))
+    broken = engine.model.model.layers[1].mlp.up_proj
+    kept = broken.forward
+    broken.forward = lambda x: kept(x) * (1.01 if engine.population.probes else 1)
+    trunk, graphs = engine.trunk, engine.graphs
+    with pytest.raises(ModelError, match=r"first in model\.layers\.1\.mlp\.up_proj; try another --space"):
+        engine.check(make_batch(), 1e-2)
+    assert engine.population.trims and (engine.trunk, engine.graphs) == (trunk, graphs), "as they were"
+
+
 def test_a_merged_model_is_free_of_the_engine():
     """The copy holds no hook that leads back: an engine holds graphs and events, which cannot be copied."""
     engine = TorchEngine(make_roberta(), Space("lora", rank=2))

@@ -100,6 +100,8 @@ class Ahead:
         self.outcome = torch.zeros(OUTCOME, dtype=torch.float64, device=engine.device)
         self.slots = (Slot(), Slot())
         self._flying: Slot | None = None
+        self._left = False
+        """True where a move is in device memory that nothing has made yet."""
         self._moved: Update | None = None
         """What the weights were moved by and nobody has confirmed: it is not in the journal yet."""
 
@@ -116,7 +118,7 @@ class Ahead:
             self._flying = self._launched(after(), self.slots[flying is self.slots[0]])
         if self._flying is None:  # else the move is part of what was launched
             self.waiting.make()
-            self.waiting.drop()
+            self._forget()
         up, down, keep, coef = flying.read().tolist()
         self._moved = Update(((now.probes[0].terms[0][0], coef),), keep)
         return np.array([up, down])
@@ -136,9 +138,13 @@ class Ahead:
 
     def drop(self) -> None:
         """What was begun does not count: the weights change, or another question comes."""
-        if self._flying is not None:
-            self._flying = None
-            self.waiting.drop()
+        self._flying = None
+        if self._left:
+            self._forget()
+
+    def _forget(self) -> None:
+        self.waiting.drop()
+        self._left = False
 
     def _launched(self, question: Question, slot: Slot) -> Slot | None:
         """Everything a step does until its outcome is on its way to the host; None where this question is not one of ours."""
@@ -154,6 +160,7 @@ class Ahead:
         one.send_all(rows, question, point)
         if known:
             self.graphs.capture(one)
+        self._left = True
         slot.fetch(one.run(), question)
         return slot
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.activations import GELUActivation
 
 from mezzo.engines.torch import vectors
-from mezzo.engines.torch.catalog import canonical_names
+from mezzo.engines.torch.catalog import canonical_names, known
 from mezzo.engines.torch.population import Population
 
 OUTPUTS = tuple(
@@ -25,21 +25,22 @@ def attach(model: nn.Module, population: Population) -> None:
     """Override the blocks all of whose tensors are perturbed densely, norms whose tensors are, and those of frozen tensors."""
     names = canonical_names(model)
     for path, module in model.named_modules():
-        kind = type(module).__name__
         if (
-            kind in OUTPUTS
+            known(module, OUTPUTS)
             and _dense(module.dense, names, population)
             and _vectors(module.LayerNorm, names, population)
         ):
             _override(module, population, _output(module, path, population, names))
-        elif kind in OUTPUTS and not any(names[id(p)] in population.trained for p in module.LayerNorm.parameters()):
+        elif known(module, OUTPUTS) and not any(
+            names[id(p)] in population.trained for p in module.LayerNorm.parameters()
+        ):
             _override(module, population, _frozen_output(module), always=True)
-        elif kind in INTERMEDIATES and _dense(module.dense, names, population):
+        elif known(module, INTERMEDIATES) and _dense(module.dense, names, population):
             if type(module.intermediate_act_fn) is GELUActivation:
                 _override(module, population, _intermediate(module, path, population, names))
-        elif kind in ("LayerNorm", *RMS_NORMS) and _vectors(module, names, population):
+        elif (type(module) is nn.LayerNorm or known(module, RMS_NORMS)) and _vectors(module, names, population):
             _override(module, population, _norm(module, path, population, names))
-        elif kind in RMS_NORMS and names[id(module.weight)] not in population.trained:
+        elif known(module, RMS_NORMS) and names[id(module.weight)] not in population.trained:
             _override(module, population, _frozen_norm(module, population), always=True)
 
 

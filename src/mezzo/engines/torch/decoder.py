@@ -5,12 +5,14 @@ Products, attention and all that members differ in stay where they are; norms ar
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
 from mezzo.engines.torch import decoder_kernels
-from mezzo.engines.torch.last_layer import IMPLEMENTATIONS, attended, heads_of, normed
+from mezzo.engines.torch.catalog import known
+from mezzo.engines.torch.last_layer import IMPLEMENTATIONS, attended, heads_of, projected
 from mezzo.engines.torch.population import Population
 
 ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
@@ -20,17 +22,16 @@ SILU = ("SiLU", "SiLUActivation")
 
 def attach(model: nn.Module, population: Population) -> None:
     """Override the forward of every attention and every gated block that is known."""
-    config: Any = model.config
-    for module in model.modules():
-        kind = type(module).__name__
-        if kind in ATTENTIONS and config._attn_implementation in IMPLEMENTATIONS:
+    every: Iterable[Any] = model.modules()
+    for module in every:
+        if known(module, ATTENTIONS) and module.config._attn_implementation in IMPLEMENTATIONS:
             _attention(module, population)
-        elif kind in GATED and type(module.act_fn).__name__ in SILU:
+        elif known(module, GATED) and type(module.act_fn).__name__ in SILU:
             _gated(module, population)
 
 
 def _attention(module: Any, population: Population) -> None:
-    plain = module.forward
+    plain, size = module.forward, module.head_dim
 
     def forward(
         hidden_states: Tensor,
@@ -40,7 +41,7 @@ def _attention(module: Any, population: Population) -> None:
         **kwargs: Any,
     ) -> Any:
         cos, sin = position_embeddings
-        if not population.probes or hidden_states.dtype != population.compute or cos.shape[2] != module.head_dim:
+        if not population.probes or hidden_states.dtype != population.compute or cos.shape[2] != size:
             return plain(
                 hidden_states,
                 position_embeddings=position_embeddings,
@@ -48,24 +49,16 @@ def _attention(module: Any, population: Population) -> None:
                 past_key_values=past_key_values,
                 **kwargs,
             )
-        query = _projected(module, "q", hidden_states)
-        key = _projected(module, "k", hidden_states)
-        value = heads_of(module.v_proj(hidden_states), module.head_dim)
-        decoder_kernels.turn(query, key, cos.contiguous(), sin.contiguous())
-        query, key = heads_of(query, module.head_dim), heads_of(key, module.head_dim)
+        query, key = (projected(module, name, hidden_states).contiguous() for name in "qk")
+        value = heads_of(module.v_proj(hidden_states), size)
+        decoder_kernels.turn(query, key, cos.contiguous(), sin.contiguous())  # in what the projections left
+        query, key = heads_of(query, size), heads_of(key, size)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, module.layer_idx)
-        found, weights = attended(module, query, key, value, attention_mask)
+        found, weights = attended(module, query, key, value, attention_mask, **kwargs)
         return module.o_proj(found), weights
 
     module.forward = forward
-
-
-def _projected(module: Any, name: str, hidden: Tensor) -> Tensor:
-    """Query or key before its positions, [rows, L, heads·n], in memory of its own."""
-    found = getattr(module, f"{name}_proj")(hidden)
-    found = normed(module, f"{name}_norm", found.view(*found.shape[:-1], -1, module.head_dim))
-    return found.reshape(*hidden.shape[:-1], -1).contiguous()
 
 
 def _gated(module: Any, population: Population) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.activations import GELUActivation
 
 from mezzo.engines.torch import encoder_kernels, thin, vectors
-from mezzo.engines.torch.catalog import canonical_names
+from mezzo.engines.torch.catalog import canonical_names, known
 from mezzo.engines.torch.fused import WHOLE
 from mezzo.engines.torch.last_layer import ENCODERS, last_of
 from mezzo.engines.torch.on_device import OnDevice
@@ -33,7 +33,7 @@ def attach(model: nn.Module, population: Population, scaling: float, aside: Sequ
         return
     names, trimmed = canonical_names(model), last_of(model)
     for path, module in model.named_modules():
-        if type(module).__name__ in ENCODERS and module is not trimmed and module not in aside:
+        if known(module, ENCODERS) and module is not trimmed and module not in aside:
             Layer.override(module, path, population, names, scaling)
 
 

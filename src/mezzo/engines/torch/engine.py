@@ -24,7 +24,7 @@ from mezzo.engines.torch.noise import NoiseSource
 from mezzo.engines.torch.points import Point
 from mezzo.engines.torch.population import Population
 from mezzo.engines.torch.quantized import is_quantized
-from mezzo.engines.torch.shared import score_candidates
+from mezzo.engines.torch.shared import score_candidates, within_windows
 from mezzo.engines.units import by_length, width_of
 from mezzo.errors import JournalError, ModelError, RunFailed, SpaceError, out_of_memory
 from mezzo.space import Space, lora_names, prefix_names, select
@@ -150,11 +150,9 @@ class TorchEngine:
         """One micro-batch after the other; no groups: prompts whose candidates share them."""
         self.settle()
         with self.population.at(point):
-            for rows in groups:
-                scores = self.forward(rows, batch).reshape(len(point.probes), -1, *rows.tail)
-                rows.place(out, scores.cpu().numpy())
+            self._score_groups(groups, batch, len(point.probes), out)
             if not groups:
-                self._score_shared(batch, out)
+                self._score_shared(batch, len(point.probes), out)
 
     @contextlib.contextmanager
     def _memory_explained(self, members: int) -> Iterator[None]:
@@ -168,9 +166,20 @@ class TorchEngine:
                 ) from None
             raise
 
-    def _score_shared(self, batch: Batch, out: Scores) -> None:
+    def _score_groups(self, groups: Sequence[Rows], batch: Batch, members: int, out: Scores) -> None:
+        for rows in groups:
+            scores = self.forward(rows, batch).reshape(members, -1, *rows.tail)
+            rows.place(out, scores.cpu().numpy())
+
+    def _score_shared(self, batch: Batch, members: int, out: Scores) -> None:
+        # Whether a unit shares its prompts is decided by its own rows, so that whoever computes it decides alike.
         for places in by_length([p.ids for p in batch.prompts], self.unit.rows):
-            found = score_candidates(self, [batch.prompts[place] for place in places], batch.readout)
+            part = Batch(tuple(batch.prompts[place] for place in places), batch.readout)
+            if within_windows(self.model.config, part.prompts):
+                found = score_candidates(self, part.prompts, batch.readout)
+            else:
+                found = np.full((members, len(part), self.width(part)), -np.inf, dtype=np.float32)
+                self._score_groups(pack(part, self.unit, self.pad_id), part, members, found)
             out[:, places, : found.shape[2]] = found
 
     @torch.no_grad()

@@ -58,7 +58,7 @@ class Forward:
         """[P·B, k]: the positions whose hidden states matter; None where all may."""
         if rows.positions is not None:
             return rows.positions.to(self.device).repeat(members, 1)
-        first = type(self.model).__name__ in last_layer.FIRST_TOKEN
+        first = catalog.known(self.model, last_layer.FIRST_TOKEN)
         return torch.zeros((members * rows.count, 1), dtype=torch.long, device=self.device) if first else None
 
     def inputs(self, rows: Rows, members: int) -> dict[str, Any]:
@@ -96,4 +96,6 @@ def attention_for(device: torch.device, length: int) -> AbstractContextManager[N
 
 
 def is_causal(model: nn.Module) -> bool:
-    return "CausalLM" in type(model).__name__ or "LMHeadModel" in type(model).__name__
+    """True for a decoder, unless its configuration lets it look both ways."""
+    named = "CausalLM" in type(model).__name__ or "LMHeadModel" in type(model).__name__
+    return named and getattr(model.config, "is_causal", None) is not False

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from mezzo.engines.torch.catalog import known
 from mezzo.engines.torch.inputs import picked
 from mezzo.engines.torch.population import Population
 
@@ -37,9 +38,9 @@ def attach(model: nn.Module, population: Population, aside: Sequence[nn.Module] 
     layer = last_of(model)
     if layer is None or layer in aside or config._attn_implementation not in IMPLEMENTATIONS:
         return
-    if type(layer).__name__ in ENCODERS and not config.is_decoder:
+    if known(layer, ENCODERS) and not config.is_decoder:
         _encoder(layer, population)
-    if type(layer).__name__ in DECODERS:
+    if known(layer, DECODERS):
         _decoder(layer, population)
 
 
@@ -98,28 +99,30 @@ def _causal(
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
     past_key_values: Any = None,
-    **_: Any,
+    **kwargs: Any,
 ) -> Tensor:
     attention = layer.self_attn
-    size = attention.head_dim
-    query = normed(attention, "q_norm", heads_of(attention.q_proj(picked(rows, at)), size))
-    key = normed(attention, "k_norm", heads_of(attention.k_proj(rows), size))
-    value = heads_of(attention.v_proj(rows), size)
+    query = heads_of(projected(attention, "q", picked(rows, at)), attention.head_dim)
+    key = heads_of(projected(attention, "k", rows), attention.head_dim)
+    value = heads_of(attention.v_proj(rows), attention.head_dim)
     cos, sin = position_embeddings
     query = _turned(attention, query, _table_rows(cos, at), _table_rows(sin, at))
     key = _turned(attention, key, cos, sin)
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, attention.layer_idx)
     mask = _mask_rows(attention_mask, at)
-    if mask is None:
+    if mask is None and kwargs.get("is_causal") is not False:
         mask = (torch.arange(key.shape[2], device=at.device) <= at[:, :, None])[:, None]
-    return attention.o_proj(attended(attention, query, key, value, mask)[0])
+    return attention.o_proj(attended(attention, query, key, value, mask, **kwargs)[0])
 
 
-def attended(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
+def attended(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    """[rows, L, heads·size] by the model's own attention function, which may be told more (`is_causal`)."""
     eager = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
     interface: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
-    found, weights = interface(module, query, key, value, mask, dropout=0.0, scaling=module.scaling)
+    found, weights = interface(module, query, key, value, mask, dropout=0.0, scaling=module.scaling, **kwargs)
     return found.flatten(2), weights
 
 
@@ -128,9 +131,11 @@ def heads_of(projected: Tensor, size: int) -> Tensor:
     return projected.view(*projected.shape[:-1], -1, size).transpose(1, 2)
 
 
-def normed(attention: Any, name: str, heads: Tensor) -> Tensor:
-    norm = getattr(attention, name, None)
-    return heads if norm is None else norm(heads)
+def projected(attention: Any, name: str, hidden: Tensor) -> Tensor:
+    """Query or key before its positions, [rows, L, heads·size]; some models norm each head."""
+    found = getattr(attention, f"{name}_proj")(hidden)
+    norm = getattr(attention, f"{name}_norm", None)
+    return found if norm is None else norm(found.view(*found.shape[:-1], -1, attention.head_dim)).view(found.shape)
 
 
 def _turned(attention: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
 """Candidates of one prompt share its keys and values: the prompt is computed once per probe, each candidate continues it.
 
 Exact, because a causal prompt does not see what follows it. The cache lives for one forward of one probe and is never kept.
+Only where no layer's window ends within a row: windows are counted in places of the cache, the padding behind a prompt included.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +18,13 @@ from mezzo.types import Prompt, Readout, Scores
 
 if TYPE_CHECKING:
     from mezzo.engines.torch.engine import TorchEngine
+
+
+def within_windows(config: Any, prompts: Sequence[Prompt]) -> bool:
+    """True where every position of these rows sees all before it, whatever windows the model's layers have."""
+    longest = max(len(p.ids) for p in prompts) + max(len(candidate) for p in prompts for candidate in p.candidates)
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return all(longest < window for window in windows if window)
 
 
 def score_candidates(engine: TorchEngine, prompts: Sequence[Prompt], readout: Readout) -> Scores:

@@ -41,20 +41,31 @@ class Kind:
         return thin.Factors(self.rank, self.factor, self.parts, tuple(a.down for a in adapters), up_at)
 
 
+LATER = ("o_proj", "out_proj", "down_proj", "fc2", "dense", "dense_4h_to_h")
+"""Layers that read what their neighbours have made, even where it is as wide as what those read."""
+
+
 def attach(model: nn.Module, population: Population, scaling: float) -> None:
     """Group the linear layers of each parent that carry thin factors and override their forward."""
     work = population.work
     assert isinstance(work, OnDevice)
     names, head = canonical_names(model), output_head(model)
     for parent_path, parent in model.named_modules():
-        groups: dict[tuple[int, int, int], list[Adapter]] = {}
-        kinds: dict[tuple[int, int, int], Kind] = {}
+        groups: dict[tuple[object, ...], list[Adapter]] = {}
+        kinds: dict[tuple[object, ...], Kind] = {}
         for own_name, module in parent.named_children():
             path = f"{parent_path}.{own_name}" if parent_path else own_name
             found = adapter_of(module, path, population, work, names, scaling)
             if found is not None and module is not head:
                 adapter, kind = found
-                key = (adapter.module.in_features, kind.rank, len(kind.parts))
+                bias = adapter.module.bias is not None, adapter.bias is not None  # there, and trained
+                key: tuple[object, ...] = (
+                    adapter.module.in_features,
+                    kind.rank,
+                    len(kind.parts),
+                    own_name in LATER,
+                    *bias,
+                )
                 groups.setdefault(key, []).append(adapter)
                 kinds[key] = kind
         for key, adapters in groups.items():
@@ -163,10 +174,7 @@ def _same_width(adapters: tuple[Adapter, ...], first: int) -> list[Run]:
     runs = []
     for start, stop in zip(cuts, [*cuts[1:], len(adapters)], strict=True):
         modules = [a.module for a in adapters[start:stop]]
-        frozen = [
-            m.bias for m, a in zip(modules, adapters[start:stop], strict=True) if m.bias is not None and not a.bias
-        ]
-        bias = torch.stack([b.detach() for b in frozen]) if len(frozen) == len(modules) else None
-        assert bias is not None or not frozen, "layers of a group have frozen biases or trained ones, not both"
+        frozen = modules[0].bias is not None and adapters[start].bias is None  # as for all of the group
+        bias = torch.stack([m.bias.detach() for m in modules]) if frozen else None
         runs.append(Run(start, stop, modules[0].out_features, bias))
     return runs
