@@ -10,13 +10,16 @@ import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
-from mezzo.engines.torch.fused import DeviceNoise, Fused
-from mezzo.engines.torch.layouts import Matrix, portions
 from mezzo.engines.torch.points import Move, Point
 from mezzo.types import Probe, Trained, Update
+
+if TYPE_CHECKING:  # they need Triton
+    from mezzo.engines.torch.fused import Fused
+    from mezzo.engines.torch.layouts import Matrix
 
 LAYER = [(1024, 1024)] * 4 + [(4096, 1024), (1024, 4096)]
 ROBERTA_LARGE = [(50265, 1024), (514, 1024), *LAYER * 24, (1024, 1024)]
@@ -47,6 +50,9 @@ def timed(work: Callable[[], None], rounds: int) -> float:
 
 def rows_of(name: str, noises: list[str], rounds: int) -> Iterator[dict[str, object]]:
     """One type's rows: a copy of the weights, then members and updates with each noise."""
+    from mezzo.engines.torch.fused import DeviceNoise, Fused
+    from mezzo.engines.torch.layouts import portions
+
     device, dtype = torch.device("cuda"), getattr(torch, name)
     point = Point((Probe(((7, 1e-3),)), Probe(((7, -1e-3),))), device)
     move = Move(Update(((7, 2.0**-20),)), device)
@@ -88,6 +94,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32,bfloat16,float16")
     parser.add_argument("--noise", default="rademacher,gaussian,lowrank")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, f"{parser.prog}: this needs a GPU that torch can use\n")
     found = []
     for name in options.dtype.split(","):
         for row in rows_of(name, options.noise.split(","), options.rounds):

@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from mezzo.bench.contenders import Step
-from mezzo.bench.runs import Case, contenders_of, setting_of, space_and_noise
+from mezzo.bench.runs import Case, contenders_of, refuse_what_does_not_fit, setting_of, space_and_noise
 from mezzo.bench.timing import WARM_UP, now
 from mezzo.config import from_mapping
 from mezzo.errors import MezzoError
@@ -58,26 +58,34 @@ class Contender:
         return spent, launches
 
 
+def positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="roberta-large")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--length", type=int, default=32)
+    parser.add_argument("--batch-size", type=positive, default=64)
+    parser.add_argument("--length", type=positive, default=32)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--space", default="lora,full,matrices:lowrank")
-    parser.add_argument("--steps", type=int, default=40, help="in a row, and again under the profiler")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--top", type=int, default=12, help="kernels shown of each step")
+    parser.add_argument("--steps", type=positive, default=40, help="in a row, and again under the profiler")
+    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--top", type=positive, default=12, help="kernels shown of each step")
     options = parser.parse_args()
     try:
         show(options)
     except MezzoError as error:
-        parser.error(str(error))
+        parser.exit(2, f"{parser.prog}: {error}\n")
 
 
 def show(options: argparse.Namespace) -> None:
     config = from_mapping({"dtype": options.dtype, "batch_size": options.batch_size, "model": options.model})
-    setting = setting_of(Case(config, options.model, options.batch_size, options.length, 1), 0.0)
+    case = Case(config, options.model, options.batch_size, options.length, 1)
+    refuse_what_does_not_fit(case, 0.0)
+    setting = setting_of(case, 0.0)
     with ExitStack() as stack:
         spaces = [space_and_noise(text) for text in options.space.split(",")]
         makers = contenders_of(config, setting, spaces, False, stack)

@@ -17,7 +17,14 @@ NOT_NEGATIVE = (
     *("snapshot_minutes", "check_workers", "cache_mb"),
 )
 SEEDS = ("seed", "data_seed")
-MOST = {"samples": 4096, "threads": 1024, "tp": 1024, "demonstrations": 1024, "max_new_tokens": 65536}
+MOST = {
+    "samples": 4096,
+    "batch_size": 2**20,
+    "threads": 1024,
+    "tp": 1024,
+    "demonstrations": 1024,
+    "max_new_tokens": 65536,
+}
 """Where a slip, or a stranger's configuration, would exhaust the machine. Ranks and lengths are held to the model's own."""
 
 CHOICES: dict[str, tuple[str, ...]] = {

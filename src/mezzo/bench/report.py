@@ -7,8 +7,40 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
+class Conditions:
+    """What all contenders of one comparison have in common."""
+
+    model: str
+    batch_size: int
+    length: int
+    spread: float
+    samples: int
+    micro_batch: int | None
+    max_length: int
+    rank: int
+    noise_rank: int
+    dtype: str
+    device: str
+    device_name: str
+    threads: int
+    rounds: int
+    torch: str
+    mezzo: str
+
+    def __str__(self) -> str:
+        said = [self.model, f"batch {self.batch_size}", f"length {self.length}"]
+        if self.spread:
+            said.append(f"spread {self.spread:g}")
+        if self.micro_batch:
+            said.append(f"micro-batch {self.micro_batch}")
+        said += [f"{self.samples} direction{'s' * (self.samples > 1)}", self.dtype]
+        threads = f" ({self.threads} thread{'s' * (self.threads > 1)})" if self.device == "cpu" else ""
+        return ", ".join(said) + f", {self.device}{threads}"
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One contender in one setting. `ratio` is its time over that of the bare doubled forward beside it."""
+    """One contender. `ratio` is its time over that of the bare doubled forward beside it, `all_ms` the time of every round."""
 
     what: str
     ms: float
@@ -16,14 +48,12 @@ class Row:
     ratio: float
     peak_mib: float
     memory_ratio: float
-    model: str
-    batch_size: int
-    length: int
-    samples: int
-    dtype: str
-    device: str
-    threads: int
-    rounds: int
+    all_ms: tuple[float, ...]
+    conditions: Conditions
+
+    def to_dict(self) -> dict[str, Any]:
+        own = asdict(self)
+        return {**own, **own.pop("conditions")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +63,15 @@ class Report:
     rows: tuple[Row, ...]
 
     def to_list(self) -> list[dict[str, Any]]:
-        return [asdict(row) for row in self.rows]
+        return [row.to_dict() for row in self.rows]
 
     def __str__(self) -> str:
         lines: list[str] = []
-        setting = ""
+        before: Conditions | None = None
         for row in self.rows:
-            shown = (
-                f"{row.model}, batch {row.batch_size}, length {row.length}, {row.samples} direction"
-                f"{'s' * (row.samples > 1)}, {row.dtype}, {row.device}"
-                + (f" ({row.threads} thread{'s' * (row.threads > 1)})" if row.device == "cpu" else "")
-            )
-            if shown != setting:
-                lines += ["", shown, f"{'':<32}{'ms':>10}{'IQR':>9}{'÷ bare':>9}{'MiB':>10}{'÷ bare':>9}"]
-                setting = shown
+            if row.conditions != before:
+                before = row.conditions
+                lines += ["", str(before), f"{'':<32}{'ms':>10}{'IQR':>9}{'÷ bare':>9}{'MiB':>10}{'÷ bare':>9}"]
             lines.append(
                 f"{row.what:<32}{row.ms:>10.2f}{row.iqr:>9.2f}{row.ratio:>9.2f}{row.peak_mib:>10,.0f}{row.memory_ratio:>9.2f}"
             )

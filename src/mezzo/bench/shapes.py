@@ -69,6 +69,11 @@ def shape_of(name: str) -> Shape:
     return found
 
 
+def room(shape: Shape) -> int:
+    """Tokens of a row that the model has positions for. RoBERTa's begin behind its padding id."""
+    return int(shape.config["max_position_embeddings"]) - (2 if shape.family == "masked" else 0)
+
+
 def random_model(shape: Shape, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The model with random weights, made on the device in its own dtype."""
     from transformers import LlamaConfig, LlamaForCausalLM, RobertaConfig, RobertaForMaskedLM

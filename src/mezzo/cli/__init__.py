@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result, code = outcome if isinstance(outcome, tuple) else (outcome, 0)
         if options.json and result is not None:
             print(json.dumps(finite(result), allow_nan=False), flush=True)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # a shell can start a program without one
+            sys.stdout.flush()
         return int(code)
     except MezzoError as error:
         print(f"mezzo: {' '.join(str(error).split())}", file=sys.stderr)
@@ -50,5 +52,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("mezzo: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has gone, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence()
         return 0
+    except OSError as error:
+        if error.filename is not None or error.errno != errno.ENOSPC:
+            raise
+        _silence()
+        print("mezzo: standard output cannot be written: no space left on its device", file=sys.stderr)
+        return 1
+
+
+def _silence() -> None:
+    """Let nothing be written to standard output any more, not even what Python still holds when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterable
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn, TypeAlias
 
 from mezzo import __version__
@@ -73,13 +74,33 @@ class Formatter(argparse.HelpFormatter):
 class Parser(argparse.ArgumentParser):
     """Mistakes in one line, with the nearest word that would have been right."""
 
+    elsewhere: Mapping[str, str] = {}
+    """What an option that this verb does not have is called here."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = super().parse_known_args(args, namespace)
+        if rest and self._subparsers is None:  # a verb knows its own options; the program would name those of all
+            self.error(self._unknown(str(rest[0])))
+        return found, rest
+
+    def _unknown(self, word: str) -> str:
+        name = word.split("=")[0].lstrip("-")
+        if not word.startswith("-"):
+            return f"one argument too many: {word!r}"
+        own = [flag.lstrip("-") for action in self._actions for flag in action.option_strings]
+        called = ELSEWHERE.get(name.replace("-", "_"), "").replace("_", "-")
+        if name in self.elsewhere:
+            return f"unknown option --{name}; {self.elsewhere[name]}"
+        if called in own:
+            return f"unknown option --{name}; did you mean '--{called}'?"
+        if any(option.name.replace("_", "-") == name for option in options()):
+            return f"unknown option --{name}: 'mezzo train' has it, '{self.prog}' has not"
+        close = difflib.get_close_matches(name, own, n=1, cutoff=0.6)
+        return f"unknown option {word.split('=')[0]}" + (f"; did you mean '--{close[0]}'?" if close else "")
+
     def error(self, message: str) -> NoReturn:
         if "unrecognized arguments: " in message:
-            word = message.rsplit(": ", 1)[1].split()[0]
-            known = ["--" + option.name.replace("_", "-") for option in options()]
-            other = ELSEWHERE.get(word.lstrip("-").replace("-", "_"))
-            hint = f"; did you mean '--{other.replace('_', '-')}'?" if other else nearest(word, known)
-            message = f"unknown option {word}{hint}"
+            message = self._unknown(message.rsplit(": ", 1)[1].split()[0])
         elif "invalid choice: " in message and "choose from" in message:
             word = message.split("invalid choice: ")[1].split(" (")[0].strip("'")
             choices = message.split("choose from ")[1].rstrip(")").replace("'", "").split(", ")
@@ -142,14 +163,24 @@ def _signal(verbs: Verbs) -> None:
 
 def _bench(verbs: Verbs) -> None:
     verb = _verb(verbs, "bench", "time a step beside the published recipe and a bare forward, on random weights")
-    verb.add_argument("--model", metavar="M", help="model shapes, e.g. roberta-large,llama-1b [roberta-mini]")
+    verb.elsewhere = {
+        "noise": "name it with the space, as in --space full:gaussian,matrices:lowrank",
+        "steps": "--rounds says how often every contender takes its turn",
+    }
+    shapes = "roberta-mini, roberta-base, roberta-large, llama-mini, llama-1b, llama-7b, or several [roberta-mini]"
+    verb.add_argument("--model", metavar="M", help=f"shape of the model: {shapes}")
     verb.add_argument("--space", metavar="S", help="spaces, e.g. lora,full:gaussian,matrices:lowrank [lora,full]")
     verb.add_argument("--length", type=int, default=32, metavar="L", help="tokens of a prompt [32]")
     verb.add_argument("--spread", type=float, default=0.0, metavar="S", help="lengths vary by this share [0]")
     verb.add_argument("--rounds", type=int, default=7, metavar="R", help="turns of every contender, at least 5 [7]")
-    verb.add_argument("--sweep", default="", metavar="W", help="show growth with batch, length, population or model")
+    verb.add_argument("--sweep", metavar="W", help="show growth with batch, length, population or model")
     verb.add_argument("--no-published", action="store_true", help="leave out the published recipe, which takes longest")
-    _options(verb, BENCH_OPTIONS)
+    _options(
+        verb,
+        BENCH_OPTIONS,
+        batch_size="examples a step [16]",
+        max_length="tokens that the published recipe pads to [128]",
+    )
 
 
 def _export(verbs: Verbs) -> None:
@@ -208,24 +239,25 @@ def _position(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--at", type=int, metavar="STEP", help="journal position [the best checkpoint]")
 
 
-def _verb(verbs: Verbs, name: str, help: str) -> argparse.ArgumentParser:
+def _verb(verbs: Verbs, name: str, help: str) -> Parser:
     parser = verbs.add_parser(name, help=help, description=help, formatter_class=Formatter, allow_abbrev=False)
     parser.set_defaults(verb=name)
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line of standard output")
+    parser.add_argument("--json", action="store_true", help="the outcome as JSON on the last line of standard output")
     return parser
 
 
-def _options(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+def _options(parser: argparse.ArgumentParser, names: Iterable[str], **helps: str) -> None:
+    """Options of RunConfig by name; `helps` says what some of them mean to this verb alone."""
     wanted = set(names)
     groups = {name: parser.add_argument_group(title) for name, title in GROUPS.items()}
     for option in options():
         if option.name in wanted:
-            _add(groups[option.metadata["group"]], option)
+            _add(groups[option.metadata["group"]], option, helps.get(option.name, option.metadata["help"]))
 
 
-def _add(group: argparse._ArgumentGroup, option: dataclasses.Field[object]) -> None:
+def _add(group: argparse._ArgumentGroup, option: dataclasses.Field[object], help: str) -> None:
     flag = "--" + option.name.replace("_", "-")
-    shown = str(option.metadata["help"]).replace("%", "%%")
+    shown = help.replace("%", "%%")
     if option.default not in (None, "", (), False) and "[" not in shown:
         shown += f" [{option.default}]"
     if isinstance(option.default, bool):

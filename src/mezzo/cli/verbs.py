@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import threading
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,22 +181,40 @@ def signal(options: Namespace) -> Any:
 def bench(options: Namespace) -> Any:
     from mezzo.bench import bench as compare
 
-    found = compare(
-        given(options),
-        options.length,
-        options.spread,
-        options.rounds,
-        options.sweep,
-        show=lambda text: print(text, file=sys.stderr, flush=True),
-        published=not options.no_published,
-    )
-    _show(options, str(found))
+    with _removed_at_the_end():
+        found = compare(
+            given(options),
+            options.length,
+            options.spread,
+            options.rounds,
+            options.sweep,
+            say=lambda text: print(text, file=sys.stderr, flush=True),
+            show=lambda table: _show(options, f"{table}\n"),
+            published=not options.no_published,
+        )
     return found.to_list()
+
+
+@contextlib.contextmanager
+def _removed_at_the_end() -> Iterator[None]:
+    """Leave as Ctrl-C does where a scheduler or a closed terminal ends the program: temporary folders are removed."""
+    import signal
+
+    ends = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) == signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        ends = []
+    for one in ends:
+        signal.signal(one, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        for one in ends:
+            signal.signal(one, signal.SIG_DFL)
 
 
 def _show(options: Namespace, text: str) -> None:
     """Results go to standard output, unless a program reads that."""
-    print(text, file=sys.stderr if options.json else sys.stdout)
+    print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
 
 
 def _plain(value: Any) -> str:
