@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-sglang docs check lint types layers clean
+.PHONY: demo test test-kernels test-sglang docs check lint types layers clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/mezzo train
@@ -11,6 +11,12 @@ demo: $(VENV)/.installed
 # Two at a time, a thread each: most tests are too small to use two cores.
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses 2 --dist worksteal
+
+# The GPU's kernels on the CPU, interpreted by Triton, which SGLang's environment has.
+KERNELS := $(addprefix tests/torch_engine/test_,kernels.py decoder.py encoder.py fast.py ahead.py)
+test-kernels:
+	PYTHON=$(PYTHON) scripts/sglang_env/build.sh .venv-sglang
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest --numprocesses 2 --dist worksteal $(KERNELS)
 
 # The real SGLang on the CPU, in an environment of its own that is built once.
 test-sglang:
