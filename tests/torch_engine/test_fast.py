@@ -155,9 +155,10 @@ def test_thin_products_equal_float64(lora, dtype, inner):
 @on_a_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
-def test_replays_follow_seeds_scales_and_tokens(space, dtype, small):
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_replays_follow_seeds_scales_and_tokens(model, space, dtype, small):
     """What a graph reads from device memory changes its scores exactly as running the kernels again does."""
-    engine = engine_of(make_roberta().to(dtype), space)
+    engine = engine_of(model().to(dtype), space)
     kept = engine.graphs
     for step in range(4):
         batch = make_batch(6, seed=step, lengths=(9, 16))
