@@ -222,7 +222,7 @@ def _opened(run: str | Path | None, at: int | None, options: dict[str, Any]) -> 
         return rebuilt(run, at, **options)
     space = "lora" if options.get("quantize") else "full"
     parts = assembly.prepare(resolve({"space": space, **options}))
-    engine = assembly.engine_for(parts.config, parts.family, parts.classes, parts.tokenizer.pad_token_id)
+    engine = assembly.engine_for(parts.config, parts.family, parts.classes, assembly.padding_id(parts.tokenizer))
     return engine, parts
 
 

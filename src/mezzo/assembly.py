@@ -125,7 +125,7 @@ def prepare(config: RunConfig, task: Task | None = None) -> Parts:
         )
     size = getattr(model_config, "vocab_size", None)
     parts = Parts(config, family, task, encoder, tokenizer, size if isinstance(size, int) else None)
-    parts.refuse_foreign((*encoder.readout.words, tokenizer.pad_token_id or 0))
+    parts.refuse_foreign((*encoder.readout.words, padding_id(tokenizer)))
     return parts
 
 
@@ -271,12 +271,18 @@ def _prefix_ids(config: RunConfig) -> tuple[int, ...]:
     return tuple(ids[start : start + config.prefix_tokens])
 
 
-def engine_for(config: RunConfig, family: Family, classes: int, pad_id: int | None) -> Engine:
+def padding_id(tokenizer: Any) -> int:
+    """What rows are padded with: where a tokenizer has no token for that, its end of text, which no prompt continues behind."""
+    found = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((int(one) for one in found if one is not None), 0)
+
+
+def engine_for(config: RunConfig, family: Family, classes: int, pad_id: int) -> Engine:
     """The run's engine in this process, its trained tensors at the base."""
     return open_engine(config.engine, spec_of(config, family, classes, pad_id))
 
 
-def spec_of(config: RunConfig, family: Family, classes: int, pad_id: int | None) -> EngineSpec:
+def spec_of(config: RunConfig, family: Family, classes: int, pad_id: int) -> EngineSpec:
     return EngineSpec(
         model=config.model,
         family=family,
@@ -286,7 +292,7 @@ def spec_of(config: RunConfig, family: Family, classes: int, pad_id: int | None)
         classes=classes,
         noise_kind="gaussian" if config.noise == "gaussian" else "rademacher",
         seed=config.seed,
-        pad_id=pad_id or 0,
+        pad_id=pad_id,
         cache_mb=config.cache_mb,
         prefix_ids=_prefix_ids(config) if config.space == "prefix" else (),
         device=config.device,

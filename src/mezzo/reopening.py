@@ -70,7 +70,7 @@ def base_engine(content: Content, **changes: Any) -> tuple[Engine, assembly.Part
         raise JournalError(f"{content.path}: the header lacks what a rebuild needs: {error}") from None
     changed = any(name in given for name in ("task", "template", "words"))
     parts = assembly.prepare(config, assembly.task_of(config, family) if changed else recorded)
-    engine = assembly.engine_for(parts.config, family, classes, parts.tokenizer.pad_token_id)
+    engine = assembly.engine_for(parts.config, family, classes, assembly.padding_id(parts.tokenizer))
     try:
         check_base(engine, content)
     except BaseException:

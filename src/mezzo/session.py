@@ -218,7 +218,7 @@ class Session:
                 return
         parts = self.parts
         config = parts.config.replace(engine="torch", tp=1, url=())  # the same weights, whatever ran the model
-        fresh = assembly.engine_for(config, parts.family, parts.classes, parts.tokenizer.pad_token_id)
+        fresh = assembly.engine_for(config, parts.family, parts.classes, assembly.padding_id(parts.tokenizer))
         check_base(fresh, content)
         bring_to(fresh, content, step)
         self.engine.load_state(fresh.state())

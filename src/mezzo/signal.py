@@ -112,7 +112,7 @@ def _of_readout(config: RunConfig, wanted: list[tuple[str, float | None]], direc
         raise ConfigError(
             f"{len(train)} training examples do not make two batches of {config.batch_size}; use a smaller --batch-size"
         )
-    engine = assembly.engine_for(config, parts.family, parts.classes, parts.tokenizer.pad_token_id)
+    engine = assembly.engine_for(config, parts.family, parts.classes, assembly.padding_id(parts.tokenizer))
     engine.check(batches_of(train, parts.readout, config.seed, config.batch_size)(0), config.eps)
     draw = batches_of(train, parts.readout, config.seed, config.batch_size)
     slopes: dict[tuple[str, float], npt.NDArray[np.float64]] = {

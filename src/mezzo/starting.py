@@ -141,7 +141,7 @@ def _begun(session: Session, train: Sequence[Prompt]) -> Session:
 
 def _engine(parts: assembly.Parts) -> Engine:
     """The run's engine: made of workers where they are asked for."""
-    of = (parts.config, parts.family, parts.classes, parts.tokenizer.pad_token_id)
+    of = (parts.config, parts.family, parts.classes, assembly.padding_id(parts.tokenizer))
     return open_workers(parts.config, assembly.spec_of(*of)) or assembly.engine_for(*of)
 
 

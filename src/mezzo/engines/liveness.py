@@ -9,7 +9,7 @@ import numpy as np
 from mezzo import noise
 from mezzo.engines.base import Engine
 from mezzo.errors import SpaceError
-from mezzo.types import Batch, Probe, Scores, Trained
+from mezzo.types import Batch, Probe, Prompt, Scores, Trained
 
 
 def check_alive(engine: Engine, batch: Batch, eps: float) -> None:
@@ -19,9 +19,23 @@ def check_alive(engine: Engine, batch: Batch, eps: float) -> None:
 
 
 def first_look(batch: Batch, eps: float) -> tuple[Batch, tuple[Probe, Probe]]:
-    """Two examples and one pair of probes: enough to see whether anything moves, and cheap."""
+    """A few examples, as different in length as there are, and one pair of probes: cheap, and enough to see what goes wrong."""
     seed = noise.step_seed(0, 0, 0)
-    return Batch(batch.prompts[:2], batch.readout), (Probe(((seed, eps),)), Probe(((seed, -eps),)))
+    ends = (min(batch.prompts, key=_tokens), max(batch.prompts, key=_tokens), max(batch.prompts, key=_continued))
+    few = {id(prompt): prompt for prompt in (*ends, *batch.prompts[:2])}
+    return Batch(tuple(few.values())[:FEW], batch.readout), (Probe(((seed, eps),)), Probe(((seed, -eps),)))
+
+
+FEW = 3
+
+
+def _tokens(prompt: Prompt) -> int:
+    return len(prompt.ids)
+
+
+def _continued(prompt: Prompt) -> int:
+    """Tokens of its longest continuation."""
+    return max((len(candidate) for candidate in prompt.candidates), default=0)
 
 
 def refuse_dead(trained: Sequence[Trained], perturbed: Scores, base: Scores) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from mezzo.engines.base import EngineSpec, Unit
@@ -30,8 +31,8 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
         quantize=how,
     )
     config: Any = model.config
-    if spec.classes and config.pad_token_id is None:
-        config.pad_token_id = spec.pad_id  # a causal model's head looks for the last token that is not padding
+    if spec.classes and (config.pad_token_id is None or _looks_for_padding(model)):
+        config.pad_token_id = spec.pad_id
     engine = TorchEngine(
         model,
         spec.space,
@@ -52,6 +53,11 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
             torch.set_num_threads(HEAD_THREADS)
             engine.at_close = lambda: torch.set_num_threads(threads)
     return engine
+
+
+def _looks_for_padding(model: Any) -> bool:
+    """True for a head that reads the last token that is not padding, as those of causal models do."""
+    return "pad_token_id" in inspect.getsource(type(model).forward)
 
 
 CPU_ROWS, CPU_WASTE = 16, 0.1

@@ -1,4 +1,5 @@
-"""Two questions before step 1: does the population forward equal plain forwards, and does a perturbation reach the loss?"""
+"""Three questions before step 1: does the population forward equal plain forwards, does a perturbation reach the loss, and are
+scores of a row its own, whatever stands beside it?"""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from mezzo import noise
+from mezzo.engines.base import Unit
 from mezzo.engines.liveness import distance, first_look, refuse_dead
 from mezzo.engines.torch.inputs import pack, picked
 from mezzo.engines.torch.quantized import lora_beside
@@ -26,7 +28,7 @@ TOLERANCE = {torch.float32: (1e-4, 1e-3), torch.float16: (1e-2, 2e-2), torch.bfl
 
 
 def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:
-    """Compare two examples at θ±εz with an ordinary forward whose weights are written in; refuse on a mismatch."""
+    """Compare a few examples at θ±εz with an ordinary forward whose weights are written in; refuse on a mismatch."""
     few, probes = first_look(batch, eps)
     try:
         ours = engine.score(few, probes)
@@ -47,6 +49,13 @@ def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:
             f"{type(engine.model).__name__} cannot be trained here: perturbed scores differ from an ordinary forward by "
             f"{distance(ours, plain):.2g}, first in {_first_difference(engine, few, probes[0])}; try "
             "another --space, or --only and --layers without that module, and please report the architecture"
+        )
+    alone = _plain_scores(engine, few, Probe(), Unit(rows=1))
+    if not distance(base[0], alone) <= of_scale * max(1.0, scale):
+        raise ModelError(
+            f"{type(engine.model).__name__} cannot be trained in batches: a row's scores change by "
+            f"{distance(base[0], alone):.2g} where longer rows stand beside it, because its padding is seen; "
+            "use --micro-batch 1 on a CPU, or another model"
         )
 
 
@@ -92,13 +101,13 @@ def _moved(engine: TorchEngine, trained: Trained, probe: Probe) -> Tensor:
 
 
 @torch.no_grad()
-def _plain_scores(engine: TorchEngine, batch: Batch, probe: Probe) -> Scores:
+def _plain_scores(engine: TorchEngine, batch: Batch, probe: Probe, unit: Unit | None = None) -> Scores:
     values = written_in(engine, probe)
     before = {t.name: values.pop(t.name) for t in engine.trained if t.kind == "prefix"}
     beside = _beside(engine, probe)
     width = engine.width(batch)
     out = np.full((1, len(batch), width), -np.inf, dtype=np.float32)
-    for rows in pack(batch, engine.unit, engine.pad_id):
+    for rows in pack(batch, unit or engine.unit, engine.pad_id):
         inputs = engine.forward.inputs(rows, 1)
         engine.stated.update(before)
         try:

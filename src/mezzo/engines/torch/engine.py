@@ -24,7 +24,7 @@ from mezzo.engines.torch.noise import NoiseSource
 from mezzo.engines.torch.points import Point
 from mezzo.engines.torch.population import Population
 from mezzo.engines.torch.quantized import is_quantized
-from mezzo.engines.torch.shared import score_candidates, within_windows
+from mezzo.engines.torch.shared import can_share, score_candidates, within_windows
 from mezzo.engines.units import by_length, width_of
 from mezzo.errors import JournalError, ModelError, RunFailed, SpaceError, out_of_memory
 from mezzo.space import Space, lora_names, prefix_names, select
@@ -68,12 +68,12 @@ class TorchEngine:
         self.unit = unit or Unit(rows=64)
         self.space = space
         self.pad_id = pad_id
-        self.causal = is_causal(model)
-        self.share_prompts = True  # candidates of one prompt continue its keys and values
         self.base_digest = base_digest or catalog.digest_of(self.model.named_parameters())
         self.stored_as = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
         stored = dict(self._widened()) if self.device.type == "cpu" else {}
         self.catalogue: list[TensorInfo] = catalog.catalogue(model, catalog.used_modules(model, self._tiny_inputs()))
+        self.causal = is_causal(self.model)
+        self.share_prompts = can_share(self.model)  # candidates of one prompt continue its keys and values
         self.stated: dict[str, Tensor] = {}  # a prefix that stands in for the trained one, while the check looks
         begin = Beginnings(self.model, space, seed, self.device, prefix_ids)
         self.catalogue += begin.catalogue
@@ -97,7 +97,7 @@ class TorchEngine:
         prefix.attach(self.model, self.population, self.stated.get)
         fast.attach(self, space.scaling)
         last_layer.attach(self.model, self.population, self.trunk.layers if self.trunk else ())
-        self.forward = Forward(self.model, self.population, self.trunk, self.device)
+        self.forward = Forward(self.model, self.population, self.trunk, self.device, self.causal)
 
     # ---- the contract
 

@@ -27,9 +27,10 @@ FOR_SHORT = [
 class Forward:
     """The forward of one model over the population that is active."""
 
-    def __init__(self, model: nn.Module, population: Population, trunk: Trunk | None, device: torch.device) -> None:
-        self.model, self.population, self.trunk, self.device = model, population, trunk, device
-        self.causal = is_causal(model)
+    def __init__(
+        self, model: nn.Module, population: Population, trunk: Trunk | None, device: torch.device, causal: bool
+    ) -> None:
+        self.model, self.population, self.trunk, self.device, self.causal = model, population, trunk, device, causal
         self._words: dict[tuple[int, ...], Tensor] = {}
         for body in catalog.trunks(model):
             body.register_forward_hook(self._keep_readout_positions)
@@ -95,7 +96,15 @@ def attention_for(device: torch.device, length: int) -> AbstractContextManager[N
     return sdpa_kernel(FOR_SHORT, set_priority=True)
 
 
+@torch.no_grad()
 def is_causal(model: nn.Module) -> bool:
-    """True for a decoder, unless its configuration lets it look both ways."""
-    named = "CausalLM" in type(model).__name__ or "LMHeadModel" in type(model).__name__
-    return named and getattr(model.config, "is_causal", None) is not False
+    """True for a decoder, unless it turns out to look ahead: configurations have many ways to let a decoder do so."""
+    name = type(model).__name__
+    if "CausalLM" not in name and "LMHeadModel" not in name:
+        return False
+    device = next(model.parameters()).device
+    first, other = (
+        model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[:, 0]
+        for ids in ((0, 1, 0), (0, 1, 1))
+    )
+    return torch.allclose(first, other, rtol=1e-4, atol=1e-5)

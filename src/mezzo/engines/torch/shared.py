@@ -6,25 +6,44 @@ Only where no layer's window ends within a row: windows are counted in places of
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mezzo.engines.torch.inputs import padded, picked
 from mezzo.types import Prompt, Readout, Scores
+
+WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "keep_window_size")
 
 if TYPE_CHECKING:
     from mezzo.engines.torch.engine import TorchEngine
 
 
+def can_share(model: nn.Module) -> bool:
+    """True where a continuation is placed by the positions it is given, behind padding as without it.
+
+    Not so for models that count places in the cache, nor for decoders of the BERT kind, which count from their padding id; and
+    not where rotary positions depend on how long a forward is.
+    """
+    config: Any = model.config
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)}
+    return (
+        "position_ids" in inspect.signature(model.forward).parameters
+        and not getattr(config, "is_decoder", False)
+        and not kinds & {"longrope", "dynamic"}
+    )
+
+
 def within_windows(config: Any, prompts: Sequence[Prompt]) -> bool:
     """True where every position of these rows sees all before it, whatever windows the model's layers have."""
     longest = max(len(p.ids) for p in prompts) + max(len(candidate) for p in prompts for candidate in p.candidates)
-    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    return all(longest < window for window in windows if window)
+    windows = [getattr(config, name, None) for name in WINDOWS]
+    return all(longest < window for window in windows if isinstance(window, int) and window)
 
 
 def score_candidates(engine: TorchEngine, prompts: Sequence[Prompt], readout: Readout) -> Scores:
