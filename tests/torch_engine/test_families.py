@@ -167,3 +167,124 @@ def test_a_strangers_class_of_a_known_name_keeps_its_own_code():
     assert "forward" not in vars(engine.model.model.layers[-1])
     known = TorchEngine(make("LlamaForCausalLM", DECODER), Space("head"), seed=3, pad_id=1)
     assert "forward" in vars(known.model.model.layers[-1])
+
+
+# ---- what stands beside a row
+
+NEO = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "attention_types": [[["global", "local"], 1]],
+    "max_position_embeddings": 64,
+    "intermediate_size": 48,
+    "window_size": 6,
+    "pad_token_id": 1,
+}
+MPT = {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, "pad_token_id": 1}
+LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "long_factor": [4.0] * 4, "short_factor": [1.0] * 4}
+PHI3 = {
+    **DECODER,
+    "original_max_position_embeddings": 12,
+    "rope_parameters": {**LONG, "original_max_position_embeddings": 12},
+}
+BOTH_WAYS = {**DECODER, "query_pre_attn_scalar": 8, "sliding_window": 16, "use_bidirectional_attention": True}
+
+
+def prompts_of(lengths: tuple[int, ...], continued: bool = False) -> tuple[Prompt, ...]:
+    rng = np.random.default_rng(5)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(int(token) for token in rng.integers(5, VOCAB, size=count))
+
+    return tuple(
+        Prompt(tokens(size), label=0, position=size - 1, candidates=(tokens(3), tokens(4)) if continued else ())
+        for size in lengths
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "shares"),
+    [
+        ("LlamaForCausalLM", DECODER, True),
+        ("GPTNeoForCausalLM", NEO, True),
+        ("MptForCausalLM", MPT, False),
+        ("RobertaForCausalLM", {**SMALL, "is_decoder": True}, False),
+        ("Phi3ForCausalLM", PHI3, False),
+    ],
+)
+def test_candidates_behind_padding(name, options, shares):
+    """Prompts are shared where a continuation is placed by its positions, and not where places in the cache are counted."""
+    model = make(name, options)
+    pristine = copy.deepcopy(model)
+    engine = TorchEngine(model, Space("*norm*", noise_rank=0) if name.startswith("Mpt") else Space("full"), pad_id=1)
+    assert engine.share_prompts == shares
+    batch = Batch(prompts_of((5, 5, 4, 6, 7), continued=True), Readout("candidates"))
+    np.testing.assert_allclose(engine.score(batch, [Probe()])[0], plain_scores(pristine, batch), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Gemma3ForCausalLM", BOTH_WAYS),
+        ("RobertaForCausalLM", {**SMALL, "is_decoder": False}),
+        ("BertLMHeadModel", {**SMALL, "is_decoder": False}),
+    ],
+)
+def test_what_is_called_causal_may_look_both_ways(name, options):
+    model = make(name, options)
+    pristine = copy.deepcopy(model)
+    engine = TorchEngine(model, Space("full"), pad_id=1)
+    assert not engine.causal
+    batch = Batch(prompts_of((9, 9, 4, 14)), Readout("words", words=(11, 47)))
+    np.testing.assert_allclose(engine.score(batch, [Probe()])[0], plain_scores(pristine, batch), rtol=1e-4, atol=2e-5)
+    engine.check(batch, 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("FNetForMaskedLM", {**SMALL, "type_vocab_size": 2, "tpu_short_seq_length": 16}),
+        ("Phi3ForCausalLM", PHI3),
+    ],
+)
+def test_models_that_see_their_padding_are_refused(name, options):
+    """FNet mixes all places of a row; rotary positions of the "longrope" kind depend on the longest row of a forward."""
+    engine = TorchEngine(make(name, options), Space("*[nN]orm*"), pad_id=1)
+    batch = Batch(prompts_of((9, 9, 5, 14)), Readout("words", words=(11, 47)))
+    with pytest.raises(MezzoError, match=r"a row's scores change by .* where longer rows stand beside it"):
+        engine.check(batch, 1e-2)
+    alone = TorchEngine(make(name, options), Space("*[nN]orm*"), pad_id=1, unit=Unit(1))
+    alone.check(batch, 1e-2)
+
+
+@pytest.mark.parametrize("padding", [None, 0, 2], ids=["none", "another", "the-same"])
+@pytest.mark.parametrize(("family", "options"), [("Llama", DECODER), ("GPT2", GPT2)])
+def test_a_head_reads_the_last_token_whatever_its_configuration_calls_padding(family, options, padding, tmp_path):
+    from mezzo.engines.base import EngineSpec
+    from mezzo.engines.torch import open_engine
+
+    model = make(f"{family}ForSequenceClassification", {**options, "num_labels": 2, "pad_token_id": padding})
+    model.save_pretrained(tmp_path)
+    spec = EngineSpec(
+        model=str(tmp_path), family="causal", space=Space("full"), classes=2, pad_id=2, device="cpu", rows=8
+    )
+    engine = open_engine(spec)
+    batch = Batch(prompts_of((9, 4, 6, 9)), Readout("head", classes=2))
+    with torch.no_grad():
+        expected = [model(input_ids=torch.tensor([prompt.ids])).logits[0].numpy() for prompt in batch.prompts]
+    np.testing.assert_allclose(engine.score(batch, [Probe()])[0], expected, rtol=1e-4, atol=2e-5)
+    engine.check(batch, 1e-2)
+
+
+def test_rows_are_padded_by_the_end_of_text_where_there_is_no_token_for_it():
+    from types import SimpleNamespace
+
+    from mezzo.assembly import padding_id
+
+    found = [
+        padding_id(SimpleNamespace(pad_token_id=pad, eos_token_id=end))
+        for pad, end in ((0, 2), (None, 2), (None, None))
+    ]
+    assert found == [0, 2, 0]
