@@ -209,7 +209,7 @@ import torch, transformers, mezzo.api
 from mezzo.cli import main, verbs
 torch.set_num_threads(1)
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (now + 400 * 2**20,) * 2)
+resource.setrlimit(resource.RLIMIT_AS, (now + 600 * 2**20,) * 2)
 sys.exit(main(sys.argv[1:]))
 """
 
