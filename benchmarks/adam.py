@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mezzo import assembly
+from mezzo import assembly, sources
 from mezzo.config import from_mapping
 from mezzo.engines.base import Unit
 from mezzo.engines.torch.inputs import Rows, pack
@@ -23,7 +23,7 @@ def finetune(
     """AdamW with a linear schedule; the epoch with the best dev value is tested, as in the zeroth-order runs."""
     config = from_mapping(options)
     parts = assembly.prepare(config)
-    splits = assembly.splits_of(parts.config, parts.task)
+    splits = sources.splits_of(parts.config, parts.task)
     train, dev, test = (parts.encode(examples) for examples in (splits.train, splits.dev, splits.test))
     device = device_of(config.device)
     model = load_model(config.model, parts.family).to(device).requires_grad_(True)

@@ -65,6 +65,14 @@ def test_sweeps_grow_one_thing(sweep, key, values, monkeypatch):
     assert [getattr(row.conditions, key) for row in rows if row.what == "bare doubled forward"] == values
 
 
+def test_a_sweep_of_models_goes_through_the_larger_ones(monkeypatch):
+    for name in ("roberta-base", "roberta-large"):
+        monkeypatch.setitem(shapes.SHAPES, name, TINY)
+    options = {"space": "lora", "batch_size": 2, "model": "roberta-base"}
+    rows = bench(options, length=8, rounds=5, sweep="model", published=False).rows
+    assert [row.conditions.model for row in rows if "bare" in row.what] == ["roberta-base", "roberta-large"]
+
+
 def test_the_released_step_pads_to_the_maximum_and_runs_the_recipe(setting, monkeypatch):
     seen: list[tuple[int, ...]] = []
     kept = torch.nn.Embedding.forward

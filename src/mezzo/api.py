@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mezzo import assembly, reports, starting
+from mezzo import assembly, reports, sources, starting
 from mezzo.cards import card
 from mezzo.compact import export_compact
 from mezzo.config import RunConfig, from_file, from_mapping
@@ -78,9 +78,9 @@ def open_session(
     values = {**(from_file(Path(config), named) if config else {}), **given}
     stated = get_task(task) if isinstance(task, (Mapping, Task)) else None
     if stated:
-        values |= {"task": assembly.saved_task(stated, resolve(values))}
+        values |= {"task": sources.saved_task(stated, resolve(values))}
     if rows:
-        values |= assembly.saved_rows(rows, resolve(values), stated)
+        values |= sources.saved_rows(rows, resolve(values), stated)
     return starting.new(resolve(values), observe, function, stated)
 
 
@@ -181,9 +181,9 @@ def evaluate(
     if source is None:
         raise DataError(f"task {parts.task.name!r} has no bundled data: pass --data FILE")
     config = parts.config
-    found = load_examples(source, parts.task, split=split, **assembly.reading(config, data is not None))
+    found = load_examples(source, parts.task, split=split, **sources.reading(config, data is not None))
     try:
-        return parts.evaluate(engine, assembly.some(found, config.eval_limit))
+        return parts.evaluate(engine, sources.some(found, config.eval_limit))
     finally:
         engine.close()
 
@@ -222,7 +222,7 @@ def _opened(run: str | Path | None, at: int | None, options: dict[str, Any]) -> 
         return rebuilt(run, at, **options)
     space = "lora" if options.get("quantize") else "full"
     parts = assembly.prepare(resolve({"space": space, **options}))
-    engine = assembly.engine_for(parts.config, parts.family, parts.classes, assembly.padding_id(parts.tokenizer))
+    engine = assembly.engine_for(parts.config, parts.family, parts.classes, parts.padding_id)
     return engine, parts
 
 

@@ -49,7 +49,7 @@ def out_of_memory(error: BaseException) -> bool:
     return named or (isinstance(error, RuntimeError) and any(each in str(error) for each in words))
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
+def nearest(word: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
     """`; did you mean 'x'?` when a choice is close to `word`, else an empty string."""
-    found = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    found = difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)
     return f"; did you mean {found[0]!r}?" if found else ""

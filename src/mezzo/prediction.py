@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mezzo import assembly
+from mezzo import assembly, sources
 from mezzo.engines.base import Engine
 from mezzo.errors import DataError
 from mezzo.evaluation import probabilities, scores_of
@@ -18,7 +18,7 @@ def row_of(parts: assembly.Parts, row: Any) -> Mapping[str, Any]:
     """A row by column; a text alone is one where the task has one column."""
     columns = parts.task.columns
     if isinstance(row, str) and len(columns) == 1:
-        return {assembly.columns_of(parts.config).get(columns[0], columns[0]): row}
+        return {sources.columns_of(parts.config).get(columns[0], columns[0]): row}
     if not isinstance(row, Mapping):
         raise DataError(
             f"a row of task {parts.task.name!r} is an object with {', '.join(columns)}, not {str(row)[:40]!r}"
@@ -28,7 +28,7 @@ def row_of(parts: assembly.Parts, row: Any) -> Mapping[str, Any]:
 
 def unlabelled(parts: assembly.Parts, source: Any) -> list[Example]:
     """Examples to predict: labels, if the source has any, are not looked at."""
-    return load_examples(source, parts.task, labelled="ignore", **assembly.reading(parts.config))
+    return load_examples(source, parts.task, labelled="ignore", **sources.reading(parts.config))
 
 
 def predicted(engine: Engine, parts: assembly.Parts, examples: list[Example]) -> Iterator[dict[str, Any]]:

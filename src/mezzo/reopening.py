@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mezzo import assembly
+from mezzo import assembly, sources
 from mezzo.compact import MAGIC, import_compact
 from mezzo.config import from_mapping
 from mezzo.engines.base import Engine
@@ -69,8 +69,8 @@ def base_engine(content: Content, **changes: Any) -> tuple[Engine, assembly.Part
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise JournalError(f"{content.path}: the header lacks what a rebuild needs: {error}") from None
     changed = any(name in given for name in ("task", "template", "words"))
-    parts = assembly.prepare(config, assembly.task_of(config, family) if changed else recorded)
-    engine = assembly.engine_for(parts.config, family, classes, assembly.padding_id(parts.tokenizer))
+    parts = assembly.prepare(config, sources.task_of(config, family) if changed else recorded)
+    engine = assembly.engine_for(parts.config, family, classes, parts.padding_id)
     try:
         check_base(engine, content)
     except BaseException:

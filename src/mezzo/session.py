@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mezzo import assembly
+from mezzo import assembly, sources
 from mezzo.engines import memory
 from mezzo.engines.base import Engine, Workers
 from mezzo.errors import MezzoError
@@ -35,7 +35,7 @@ class Session:
     """Made by `mezzo.starting`; iterate `records()`, then ask `result()`."""
 
     parts: assembly.Parts
-    splits: assembly.Splits
+    splits: sources.Splits
     engine: Engine
     folder: Folder
     journal: Journal
@@ -218,7 +218,7 @@ class Session:
                 return
         parts = self.parts
         config = parts.config.replace(engine="torch", tp=1, url=())  # the same weights, whatever ran the model
-        fresh = assembly.engine_for(config, parts.family, parts.classes, assembly.padding_id(parts.tokenizer))
+        fresh = assembly.engine_for(config, parts.family, parts.classes, parts.padding_id)
         check_base(fresh, content)
         bring_to(fresh, content, step)
         self.engine.load_state(fresh.state())

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mezzo import api, assembly
+from mezzo import api, assembly, sources
 from mezzo.batches import batches_of
 from mezzo.config import RunConfig, convert
 from mezzo.errors import ConfigError
@@ -107,12 +107,12 @@ def _of_readout(config: RunConfig, wanted: list[tuple[str, float | None]], direc
     parts = assembly.prepare(config)
     config = parts.config
     assert config.eps is not None and config.batch_size is not None
-    train = parts.encode(assembly.splits_of(config, parts.task).train)
+    train = parts.encode(sources.splits_of(config, parts.task).train)
     if len(train) < 2 * config.batch_size:
         raise ConfigError(
             f"{len(train)} training examples do not make two batches of {config.batch_size}; use a smaller --batch-size"
         )
-    engine = assembly.engine_for(config, parts.family, parts.classes, assembly.padding_id(parts.tokenizer))
+    engine = assembly.engine_for(config, parts.family, parts.classes, parts.padding_id)
     engine.check(batches_of(train, parts.readout, config.seed, config.batch_size)(0), config.eps)
     draw = batches_of(train, parts.readout, config.seed, config.batch_size)
     slopes: dict[tuple[str, float], npt.NDArray[np.float64]] = {

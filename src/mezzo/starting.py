@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from mezzo import assembly
+from mezzo import assembly, sources
 from mezzo.batches import batches_of
 from mezzo.config import RunConfig, calls_somebody, from_mapping
 from mezzo.engines.base import Engine, Unit, Workers
@@ -97,7 +97,7 @@ def resume(path: str | Path, observe: Observer, changes: dict[str, Any], objecti
     return _begun(_joined(parts, splits, engine, folder, journal, method, train, observe, earlier), train)
 
 
-def _encoded(parts: assembly.Parts, splits: assembly.Splits, observe: Observer) -> tuple[Prompt, ...]:
+def _encoded(parts: assembly.Parts, splits: sources.Splits, observe: Observer) -> tuple[Prompt, ...]:
     observe("encoding", {"examples": len(splits.train)})
     return parts.encode(splits.train)
 
@@ -141,13 +141,13 @@ def _begun(session: Session, train: Sequence[Prompt]) -> Session:
 
 def _engine(parts: assembly.Parts) -> Engine:
     """The run's engine: made of workers where they are asked for."""
-    of = (parts.config, parts.family, parts.classes, assembly.padding_id(parts.tokenizer))
+    of = (parts.config, parts.family, parts.classes, parts.padding_id)
     return open_workers(parts.config, assembly.spec_of(*of)) or assembly.engine_for(*of)
 
 
 def _joined(
     parts: assembly.Parts,
-    splits: assembly.Splits,
+    splits: sources.Splits,
     engine: Engine,
     folder: Folder,
     journal: Journal,
@@ -194,10 +194,10 @@ def _joined(
     return session
 
 
-def _prepared(config: RunConfig, task: Task | None) -> tuple[assembly.Parts, assembly.Splits]:
+def _prepared(config: RunConfig, task: Task | None) -> tuple[assembly.Parts, sources.Splits]:
     check_installed(config.track)
     parts = assembly.prepare(config, task)
-    return parts, assembly.splits_of(parts.config, parts.task)
+    return parts, sources.splits_of(parts.config, parts.task)
 
 
 def _method(config: RunConfig, objective: Objective | None) -> tuple[Spsa, Sgd, str | Objective]:

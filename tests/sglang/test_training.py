@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mezzo import api, assembly
+from mezzo import api, assembly, sources
 from mezzo.batches import batches_of
 from mezzo.engines import open_engine
 from mezzo.estimators import Spsa
@@ -39,7 +39,7 @@ def test_both_engines_follow_the_same_journal(run):
     """At each step the torch engine, at the journal's weights, finds the slope that SGLang found."""
     config = api.resolve({**api.config_of(run.out), "engine": "torch", "threads": 1})
     parts = assembly.prepare(config)
-    train = parts.encode(assembly.splits_of(parts.config, parts.task).train)
+    train = parts.encode(sources.splits_of(parts.config, parts.task).train)
     batches = batches_of(train, parts.readout, config.seed, config.batch_size)
     estimator, objective = Spsa(config.seed, config.eps, 1), get_objective("cross_entropy")
     engine = assembly.engine_for(parts.config, "causal", 0, parts.tokenizer.pad_token_id)

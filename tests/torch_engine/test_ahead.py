@@ -213,6 +213,24 @@ def test_questions_that_only_the_host_can_judge(tmp_path):
 
 
 @on_a_gpu
+@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+def test_no_step_waits_for_the_device_but_for_its_outcome(space, tmp_path):
+    """Once its shapes are captured: torch raises where an operation would make the host wait. Events are waited for by hand."""
+    trainer = trainer_of(engine_of(space), tmp_path / "r", 12)
+    seen: list[int] = []
+
+    def watch(record: StepRecord) -> None:
+        seen.append(record.step)
+        torch.cuda.set_sync_debug_mode("error" if 6 <= record.step < 10 else "default")
+
+    try:
+        steps_of(trainer, watch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert seen == list(range(12))
+
+
+@on_a_gpu
 def test_a_skipped_step_moves_nothing(tmp_path):
     engine = engine_of(SPACES["lora"])
     before = engine.digest()

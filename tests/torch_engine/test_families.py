@@ -278,13 +278,11 @@ def test_a_head_reads_the_last_token_whatever_its_configuration_calls_padding(fa
     engine.check(batch, 1e-2)
 
 
-def test_rows_are_padded_by_the_end_of_text_where_there_is_no_token_for_it():
+@pytest.mark.parametrize(("padding", "end", "expected"), [(0, 2, 0), (None, 2, 2), (None, None, 0)])
+def test_rows_are_padded_by_the_end_of_text_where_there_is_no_token_for_it(padding, end, expected):
     from types import SimpleNamespace
 
-    from mezzo.assembly import padding_id
+    from mezzo.assembly import Parts
 
-    found = [
-        padding_id(SimpleNamespace(pad_token_id=pad, eos_token_id=end))
-        for pad, end in ((0, 2), (None, 2), (None, None))
-    ]
-    assert found == [0, 2, 0]
+    tokenizer = SimpleNamespace(pad_token_id=padding, eos_token_id=end)
+    assert Parts(None, "causal", None, None, tokenizer).padding_id == expected

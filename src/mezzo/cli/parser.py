@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn, TypeAlias
 
@@ -87,16 +86,16 @@ class Parser(argparse.ArgumentParser):
         name = word.split("=")[0].lstrip("-")
         if not word.startswith("-"):
             return f"one argument too many: {word!r}"
-        own = [flag.lstrip("-") for action in self._actions for flag in action.option_strings]
+        own = [flag for action in self._actions for flag in action.option_strings]
         called = ELSEWHERE.get(name.replace("-", "_"), "").replace("_", "-")
         if name in self.elsewhere:
             return f"unknown option --{name}; {self.elsewhere[name]}"
-        if called in own:
+        if f"--{called}" in own:
             return f"unknown option --{name}; did you mean '--{called}'?"
         if any(option.name.replace("_", "-") == name for option in options()):
             return f"unknown option --{name}: 'mezzo train' has it, '{self.prog}' has not"
-        close = difflib.get_close_matches(name, own, n=1, cutoff=0.6)
-        return f"unknown option {word.split('=')[0]}" + (f"; did you mean '--{close[0]}'?" if close else "")
+        flag = word.split("=")[0]
+        return f"unknown option {flag}{nearest(flag, own, cutoff=0.7)}"  # two dashes are alike everywhere
 
     def error(self, message: str) -> NoReturn:
         if "unrecognized arguments: " in message:
