@@ -42,7 +42,7 @@ def test_both_engines_follow_the_same_journal(run):
     train = parts.encode(sources.splits_of(parts.config, parts.task).train)
     batches = batches_of(train, parts.readout, config.seed, config.batch_size)
     estimator, objective = Spsa(config.seed, config.eps, 1), get_objective("cross_entropy")
-    engine = assembly.engine_for(parts.config, "causal", 0, parts.tokenizer.pad_token_id)
+    engine = assembly.engine_for(parts.config, "causal", 0, parts.padding_id)
     differences, slopes = [], []
     records = api.records(run.out)
     for record in records[:200]:
