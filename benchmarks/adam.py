@@ -41,7 +41,7 @@ def finetune(
         batch = Batch(prompts, parts.readout)
         out = np.zeros((1, len(prompts), len(words)), dtype=np.float32)
         with torch.no_grad():
-            for rows in pack(batch, Unit(256), parts.tokenizer.pad_token_id):
+            for rows in pack(batch, Unit(256), parts.padding_id):
                 rows.place(out, logits(rows).cpu().numpy()[None])
         return judged(out[0].astype(np.float64), batch, parts.task.metric)
 
@@ -58,7 +58,7 @@ def finetune(
             for group in optimizer.param_groups:
                 group["lr"] = lr * (1 - step / total)
             chosen = Batch(tuple(train[i] for i in order[first : first + size]), parts.readout)
-            (rows,) = pack(chosen, Unit(size), parts.tokenizer.pad_token_id)
+            (rows,) = pack(chosen, Unit(size), parts.padding_id)
             labels = torch.tensor([chosen.prompts[example].label for example in rows.places[0]], device=device)
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(logits(rows), labels).backward()
