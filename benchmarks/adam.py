@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from mezzo import assembly, sources
 from mezzo.config import from_mapping
 from mezzo.engines.base import Unit
-from mezzo.engines.torch.inputs import Rows, pack
-from mezzo.engines.torch.load import device_of, load_model
-from mezzo.evaluation import Evaluation, judged
+from mezzo.engines.torch.forward.inputs import Rows, pack
+from mezzo.engines.torch.loading import device_of, load_model
+from mezzo.evaluation.evaluate import Evaluation, judged
+from mezzo.runs import datasets, setup
 from mezzo.types import Batch, Prompt
 
 
@@ -22,8 +22,8 @@ def finetune(
 ) -> dict[str, Any]:
     """AdamW with a linear schedule; the epoch with the best dev value is tested, as in the zeroth-order runs."""
     config = from_mapping(options)
-    parts = assembly.prepare(config)
-    splits = sources.splits_of(parts.config, parts.task)
+    parts = setup.prepare(config)
+    splits = datasets.splits_of(parts.config, parts.task)
     train, dev, test = (parts.encode(examples) for examples in (splits.train, splits.dev, splits.test))
     device = device_of(config.device)
     model = load_model(config.model, parts.family).to(device).requires_grad_(True)

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mezzo.engines.torch.points import Move, Point
+from mezzo.engines.torch.forward.probe_point import Move, Point
 from mezzo.types import Probe, Trained, Update
 
 if TYPE_CHECKING:  # they need Triton
-    from mezzo.engines.torch.fused import Fused
-    from mezzo.engines.torch.layouts import Matrix
+    from mezzo.engines.torch.gpu.fused import Fused
+    from mezzo.engines.torch.gpu.noise_layout import Matrix
 
 LAYER = [(1024, 1024)] * 4 + [(4096, 1024), (1024, 4096)]
 ROBERTA_LARGE = [(50265, 1024), (514, 1024), *LAYER * 24, (1024, 1024)]
@@ -50,8 +50,8 @@ def timed(work: Callable[[], None], rounds: int) -> float:
 
 def rows_of(name: str, noises: list[str], rounds: int) -> Iterator[dict[str, object]]:
     """One type's rows: a copy of the weights, then members and updates with each noise."""
-    from mezzo.engines.torch.fused import DeviceNoise, Fused
-    from mezzo.engines.torch.layouts import portions
+    from mezzo.engines.torch.gpu.fused import DeviceNoise, Fused
+    from mezzo.engines.torch.gpu.noise_layout import portions
 
     device, dtype = torch.device("cuda"), getattr(torch, name)
     point = Point((Probe(((7, 1e-3),)), Probe(((7, -1e-3),))), device)

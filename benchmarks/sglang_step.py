@@ -23,9 +23,9 @@ import torch
 
 from mezzo.engines import open_engine
 from mezzo.engines.base import EngineSpec
-from mezzo.engines.sglang import requests
 from mezzo.engines.sglang.rows import rows_of
-from mezzo.space import Space
+from mezzo.engines.sglang.server import requests
+from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, Prompt, Readout, Update
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")

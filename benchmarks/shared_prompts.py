@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from mezzo.engines.base import Unit
-from mezzo.engines.hub import load_config
+from mezzo.engines.hf_hub import load_config
 from mezzo.engines.torch.engine import TorchEngine
-from mezzo.engines.torch.load import device_of, load_model
-from mezzo.space import Space
+from mezzo.engines.torch.loading import device_of, load_model
+from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, Prompt, Readout
 
 

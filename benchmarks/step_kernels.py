@@ -15,8 +15,8 @@ from contextlib import ExitStack
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from mezzo.bench.compare import Case, contenders_of, refuse_what_does_not_fit, setting_of, space_and_noise
 from mezzo.bench.contenders import Step
-from mezzo.bench.runs import Case, contenders_of, refuse_what_does_not_fit, setting_of, space_and_noise
 from mezzo.bench.timing import WARM_UP, now
 from mezzo.config import from_mapping
 from mezzo.errors import MezzoError

@@ -19,12 +19,12 @@ import numpy as np
 
 from mezzo.engines import ENGINES
 from mezzo.engines.base import EngineSpec, Unit
-from mezzo.engines.hub import family_of, load_config
-from mezzo.engines.units import pieces_of, units_of
-from mezzo.parallel.orders import Answer, Order, Post, Route, packed, unpacked
+from mezzo.engines.hf_hub import family_of, load_config
+from mezzo.engines.microbatch import pieces_of, units_of
+from mezzo.method.space import Space
+from mezzo.parallel.messages import Answer, Order, Post, Route, packed, unpacked
 from mezzo.parallel.pool import PoolEngine
-from mezzo.parallel.processes import Processes, ProcessLink
-from mezzo.space import Space
+from mezzo.parallel.transports.processes import Processes, ProcessLink
 from mezzo.types import Batch, Probe, Prompt, Readout, Update
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from mezzo.engines.base import EngineSpec, Unit
-from mezzo.parallel.links import Link
-from mezzo.parallel.orders import Answer, Facts, Order, Post, packed, unpacked
+from mezzo.method.space import Space
+from mezzo.parallel.messages import Answer, Facts, Order, Post, packed, unpacked
 from mezzo.parallel.pool import PoolEngine
-from mezzo.space import Space
+from mezzo.parallel.transports.base import Link
 from mezzo.types import Batch, Probe, Prompt, Readout, Update
 
 

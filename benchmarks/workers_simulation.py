@@ -4,7 +4,7 @@ python benchmarks/workers_simulation.py [--workers 1000] [--unit-seconds 1.45] [
 
 Every worker computes units one after the other. Their times vary by a few per cent, now and then one is many times
 slower, and processes die. The driver is one thread: each order and each answer takes its time, in turn. Late units are offered
-to others by the rules of `mezzo.parallel.shift`, whose constants are used here.
+to others by the rules of `mezzo.parallel.scheduler`, whose constants are used here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import heapq
 import random
 from dataclasses import dataclass, field
 
-from mezzo.parallel.shift import LATE
+from mezzo.parallel.scheduler import LATE
 
 DAY = 86_400.0
 

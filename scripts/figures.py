@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mezzo import noise
+from mezzo.method import noise
 
 FOLDER = Path(__file__).parents[1] / "docs" / "figures"
 INK, SOFT, BLUE, ORANGE, GREEN, PALE = "#1c2430", "#6b7280", "#2563eb", "#d97706", "#15803d", "#eef2f7"

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from mezzo import noise
-from mezzo.space import Space
+from mezzo.method import noise
+from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, Trained
 
 

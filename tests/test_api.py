@@ -13,7 +13,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 import mezzo
 from mezzo import api
-from mezzo.engines.hub import locate
+from mezzo.engines.hf_hub import locate
 from mezzo.errors import ConfigError, DataError, TaskError
 from mezzo.signal import measure
 

@@ -14,11 +14,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mezzo import recipe
-from mezzo.bench import bench, contenders, shapes, timing
+from mezzo.bench import bench, contenders, published_step, shapes, timing
 from mezzo.bench.memory import Memory
 from mezzo.cli import main
-from mezzo.space import Space
+from mezzo.method.space import Space
 
 TINY = shapes._roberta(32, 2, 4, vocabulary=200)
 CPU = torch.device("cpu")
@@ -79,9 +78,9 @@ def test_the_released_step_pads_to_the_maximum_and_runs_the_recipe(setting, monk
     monkeypatch.setattr(
         torch.nn.Embedding, "forward", lambda self, ids: (seen.append(tuple(ids.shape)), kept(self, ids))[1]
     )
-    steps: list[recipe.Step] = []
-    plain = recipe.step
-    monkeypatch.setattr(recipe, "step", lambda *a, **k: steps.append(plain(*a, **k)))
+    steps: list[published_step.Step] = []
+    plain = published_step.step
+    monkeypatch.setattr(published_step, "step", lambda *a, **k: steps.append(plain(*a, **k)))
     longest = max(len(p.ids) for p in setting.batch.prompts)
     for dynamic, width in ((False, 24), (True, longest)):
         seen.clear()

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from mezzo import defaults
 from mezzo.cli import build
-from mezzo.engines.hub import bundled_models
-from mezzo.starting import RESUMABLE
+from mezzo.engines.hf_hub import bundled_models
+from mezzo.runs import defaults
+from mezzo.runs.build import RESUMABLE
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

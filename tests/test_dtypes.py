@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import mezzo
-from mezzo import api, defaults, rounding
+from mezzo import api
 from mezzo.errors import ConfigError, JournalError
-from mezzo.journal import read
+from mezzo.journal.journal import read
+from mezzo.method import rounding
+from mezzo.runs import defaults
 
 SPACES = {"full": {"space": "full"}, "matrices": {"space": "matrices", "noise": "gaussian"}, "lora": {"space": "lora"}}
 

@@ -15,9 +15,9 @@ from transformers import AutoModelForMaskedLM
 
 import mezzo
 from mezzo import api
-from mezzo.cards import card
 from mezzo.cli import main
 from mezzo.errors import JournalError, ModelError
+from mezzo.runs.model_card import card
 
 ROBERTA = "mezzo/roberta-mini"
 

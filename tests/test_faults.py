@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from mezzo import api
 from mezzo.engines.torch.catalog import digest_of
 from mezzo.errors import ConfigError, JournalError, RunFailed
-from mezzo.journal import read
+from mezzo.journal.journal import read
 from tests.processes import kill_after, start, wait_for
 
 STEPS = 400

@@ -10,8 +10,8 @@ import pytest
 import mezzo
 from mezzo.cli import main
 from mezzo.errors import ConfigError
-from mezzo.health import Health, verdict
-from mezzo.trackers import Trackers, figures_of
+from mezzo.runs.health import Health, verdict
+from mezzo.runs.trackers import Trackers, figures_of
 from tests.conftest import SENTENCES
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from mezzo import api
-from mezzo.journal import read
+from mezzo.journal.journal import read
 from mezzo.limits import CHOICES
-from mezzo.space import SPACES
+from mezzo.method.space import SPACES
 from tests.processes import kill_after, start, wait_for
 
 STEPS = 110

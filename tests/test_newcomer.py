@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from mezzo.cli import main, verbs
+from mezzo.cli import commands, main
 from tests.conftest import SENTENCES
 
 ROWS = [(text, label) for label, texts in SENTENCES.items() for text in texts]
@@ -242,12 +242,12 @@ def raised(text):
     ids=["numpy", "torch", "onednn", "c++"],
 )
 def test_memory_refused_anywhere_else_is_one_line(ask, monkeypatch, capsys):
-    monkeypatch.setattr(verbs, "tasks", lambda options: ask())
+    monkeypatch.setattr(commands, "tasks", lambda options: ask())
     assert call("tasks", "list") == 1
     assert re.fullmatch(r"mezzo: this machine is out of memory \(.+\); close .+\n", capsys.readouterr().err)
 
 
 def test_other_failures_are_not_explained_away(monkeypatch):
-    monkeypatch.setattr(verbs, "tasks", lambda options: raised("shapes differ"))
+    monkeypatch.setattr(commands, "tasks", lambda options: raised("shapes differ"))
     with pytest.raises(RuntimeError, match="shapes differ"):
         call("tasks", "list")

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from mezzo import api
 from mezzo.cli import main
 from mezzo.errors import RunFailed
-from mezzo.journal import read
-from mezzo.trainer import SKIPS
+from mezzo.journal.journal import read
+from mezzo.runs.trainer import SKIPS
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.cli import display
+from mezzo.cli import progress
 
 FAST = ["--steps", "30", "--batch-size", "4", "--eval-every", "10", "--threads", "1", "--lr", "1e-3"]
 CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -75,5 +75,5 @@ def test_a_program_gets_one_object(command):
 
 
 def test_a_long_encoding_is_announced_and_a_short_one_is_not():
-    assert "encoding 1,000,000 training examples" in display.sentence("encoding", {"examples": 1_000_000})
-    assert display.sentence("encoding", {"examples": 984}) == ""
+    assert "encoding 1,000,000 training examples" in progress.sentence("encoding", {"examples": 1_000_000})
+    assert progress.sentence("encoding", {"examples": 984}) == ""

@@ -18,16 +18,16 @@ _LAZY = {
     "verify": "mezzo.api",
     "report": "mezzo.api",
     "open_session": "mezzo.api",
-    "Run": "mezzo.run",
+    "Run": "mezzo.runs.folder",
     "RunConfig": "mezzo.config",
     "MezzoError": "mezzo.errors",
-    "load_prefix": "mezzo.exports",
+    "load_prefix": "mezzo.runs.export",
     "MLMConfig": "mezzo.tasks",
     "Task": "mezzo.tasks",
-    "MeZOTrainer": "mezzo.trainer",
+    "MeZOTrainer": "mezzo.runs.trainer",
     "MeZOMLMTrainer": "mezzo.mlm",
     "mezo_mlm_finetune": "mezzo.mlm",
-    "over_texts": "mezzo.rewards",
+    "over_texts": "mezzo.evaluation.rewards",
 }
 
 __all__ = ["__version__", *sorted(_LAZY)]

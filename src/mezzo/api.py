@@ -7,21 +7,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mezzo import assembly, reports, sources, starting
-from mezzo.cards import card
-from mezzo.compact import export_compact
+from mezzo import reports
 from mezzo.config import RunConfig, from_file, from_mapping
 from mezzo.engines.base import Engine
 from mezzo.errors import ConfigError, DataError
-from mezzo.evaluation import Evaluation
-from mezzo.events import Observer
-from mezzo.objectives import Objective
-from mezzo.prediction import predicted, row_of, unlabelled
-from mezzo.rebuild import Verified
-from mezzo.rebuild import verify as verify_content
-from mezzo.reopening import base_engine, best_step, open_journal, rebuilt
-from mezzo.run import Folder, Run
-from mezzo.session import Session
+from mezzo.evaluation.evaluate import Evaluation
+from mezzo.journal.compact import export_compact
+from mezzo.method.objectives import Objective
+from mezzo.replay.replay import Verified
+from mezzo.replay.replay import verify as verify_content
+from mezzo.runs import build, datasets, setup
+from mezzo.runs.events import Observer
+from mezzo.runs.folder import Folder, Run
+from mezzo.runs.model_card import card
+from mezzo.runs.predict import predicted, row_of, unlabelled
+from mezzo.runs.reopen import base_engine, best_step, open_journal, rebuilt
+from mezzo.runs.session import Session
 from mezzo.tasks import Task, bundled_data, get_task, load_examples
 from mezzo.types import StepRecord
 
@@ -72,16 +73,16 @@ def open_session(
     function = None if isinstance(objective, str) else objective
     if resume is not None:
         _refuse_changes({**given, **({"task": task} if task is not None else {})}, config)
-        return starting.resume(resume, observe, given, function)
+        return build.resume(resume, observe, given, function)
     rows = {name: given.pop(name) for name in ("train", "dev", "test") if not _is_path(given.get(name))}
     named = {*given, *(("objective",) if function else ())}
     values = {**(from_file(Path(config), named) if config else {}), **given}
     stated = get_task(task) if isinstance(task, (Mapping, Task)) else None
     if stated:
-        values |= {"task": sources.saved_task(stated, resolve(values))}
+        values |= {"task": datasets.saved_task(stated, resolve(values))}
     if rows:
-        values |= sources.saved_rows(rows, resolve(values), stated)
-    return starting.new(resolve(values), observe, function, stated)
+        values |= datasets.saved_rows(rows, resolve(values), stated)
+    return build.new(resolve(values), observe, function, stated)
 
 
 def _is_path(value: Any) -> bool:
@@ -90,10 +91,10 @@ def _is_path(value: Any) -> bool:
 
 def _refuse_changes(given: Mapping[str, Any], config: str | Path | None) -> None:
     """A resumed run is the same run: only its limits and its machine may differ."""
-    refused = sorted(set(given) - {*starting.RESUMABLE, "objective"}) + (["a config file"] if config else [])
+    refused = sorted(set(given) - {*build.RESUMABLE, "objective"}) + (["a config file"] if config else [])
     if refused:
         raise ConfigError(
-            f"a resumed run keeps its settings; {', '.join(refused)} cannot change (only {', '.join(starting.RESUMABLE)} can)"
+            f"a resumed run keeps its settings; {', '.join(refused)} cannot change (only {', '.join(build.RESUMABLE)} can)"
         )
 
 
@@ -106,7 +107,7 @@ def prepared_config(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The resolved configuration by group, as `mezzo train` would run it."""
     from mezzo.config import options
 
-    config = assembly.prepare(resolve(values)).config.to_dict()
+    config = setup.prepare(resolve(values)).config.to_dict()
     grouped: dict[str, dict[str, Any]] = {}
     for field in options():
         grouped.setdefault(field.metadata["group"], {})[field.name] = config[field.name]
@@ -140,7 +141,7 @@ def export(
     path: str | Path, kind: str, out: str | Path | None = None, at: int | None = None, model: str | None = None
 ) -> Path:
     """Write a run as a PEFT `adapter`, a Hugging Face `model` or a compact `journal`."""
-    from mezzo.exports import EXPORTS
+    from mezzo.runs.export import EXPORTS
 
     if kind not in EXPORTS and kind != "journal":
         raise ConfigError(f"a run is exported as adapter, model or journal, not {kind!r}")
@@ -181,9 +182,9 @@ def evaluate(
     if source is None:
         raise DataError(f"task {parts.task.name!r} has no bundled data: pass --data FILE")
     config = parts.config
-    found = load_examples(source, parts.task, split=split, **sources.reading(config, data is not None))
+    found = load_examples(source, parts.task, split=split, **datasets.reading(config, data is not None))
     try:
-        return parts.evaluate(engine, sources.some(found, config.eval_limit))
+        return parts.evaluate(engine, datasets.some(found, config.eval_limit))
     finally:
         engine.close()
 
@@ -217,12 +218,12 @@ def predict(
         engine.close()
 
 
-def _opened(run: str | Path | None, at: int | None, options: dict[str, Any]) -> tuple[Engine, assembly.Parts]:
+def _opened(run: str | Path | None, at: int | None, options: dict[str, Any]) -> tuple[Engine, setup.Parts]:
     if run is not None:
         return rebuilt(run, at, **options)
     space = "lora" if options.get("quantize") else "full"
-    parts = assembly.prepare(resolve({"space": space, **options}))
-    engine = assembly.engine_for(parts.config, parts.family, parts.classes, parts.padding_id)
+    parts = setup.prepare(resolve({"space": space, **options}))
+    engine = setup.engine_for(parts.config, parts.family, parts.classes, parts.padding_id)
     return engine, parts
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mezzo import api
-from mezzo.run import Run
-from mezzo.session import Session
+from mezzo.runs.folder import Run
+from mezzo.runs.session import Session
+from mezzo.runs.trainer import MeZOTrainer
 from mezzo.tasks import MLMConfig, Task, get_task
-from mezzo.trainer import MeZOTrainer
 
 
 def mezo_mlm_finetune(

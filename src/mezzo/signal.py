@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mezzo import api, assembly, sources
-from mezzo.batches import batches_of
+from mezzo import api
 from mezzo.config import RunConfig, convert
 from mezzo.errors import ConfigError
-from mezzo.noise import step_seed
-from mezzo.objectives import get_objective
+from mezzo.method.batches import batches_of
+from mezzo.method.noise import step_seed
+from mezzo.method.objectives import get_objective
+from mezzo.runs import datasets, setup
 from mezzo.types import Probe
 
 DEFAULT = "cross_entropy,head,accuracy@1e-3,accuracy@1e-2,accuracy@1e-1"
@@ -104,15 +105,15 @@ def _parsed(text: str) -> tuple[str, str, float | None]:
 
 
 def _of_readout(config: RunConfig, wanted: list[tuple[str, float | None]], directions: int, batches: int) -> list[Row]:
-    parts = assembly.prepare(config)
+    parts = setup.prepare(config)
     config = parts.config
     assert config.eps is not None and config.batch_size is not None
-    train = parts.encode(sources.splits_of(config, parts.task).train)
+    train = parts.encode(datasets.splits_of(config, parts.task).train)
     if len(train) < 2 * config.batch_size:
         raise ConfigError(
             f"{len(train)} training examples do not make two batches of {config.batch_size}; use a smaller --batch-size"
         )
-    engine = assembly.engine_for(config, parts.family, parts.classes, parts.padding_id)
+    engine = setup.engine_for(config, parts.family, parts.classes, parts.padding_id)
     engine.check(batches_of(train, parts.readout, config.seed, config.batch_size)(0), config.eps)
     draw = batches_of(train, parts.readout, config.seed, config.batch_size)
     slopes: dict[tuple[str, float], npt.NDArray[np.float64]] = {

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mezzo import noise
-from mezzo.compact import export_compact, import_compact
 from mezzo.errors import JournalError
-from mezzo.journal import NAME, Journal, read
+from mezzo.journal.compact import export_compact, import_compact
+from mezzo.journal.journal import NAME, Journal, read
+from mezzo.method import noise
 from mezzo.types import StepRecord, Update
 
 HEADER = {"seed": 4, "samples": 1, "config": {}, "tensors": []}

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mezzo.batches import batch_indices, batches_of
 from mezzo.config import flatten, from_file, from_mapping
 from mezzo.errors import ConfigError
-from mezzo.estimators import Spsa
-from mezzo.noise import step_seed
-from mezzo.optim import Sgd, schedule
+from mezzo.method.batches import batch_indices, batches_of
+from mezzo.method.estimators import Spsa
+from mezzo.method.noise import step_seed
+from mezzo.method.optimizers import Sgd, schedule
 from mezzo.types import Prompt, Readout, Slope
 
 

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mezzo import noise
-from mezzo.engines.torch import noise as torch_noise
-from mezzo.engines.torch.noise import NoiseSource
+from mezzo.engines.torch.weights import noise as torch_noise
+from mezzo.engines.torch.weights.noise import NoiseSource
+from mezzo.method import noise
 
 KNOWN_WORDS = ["0x77e198359216f7f8", "0x35525fc4d1252dbd", "0x1dbce9aff6a2075e", "0x87cece0b0f6b92f2"]
 KNOWN_SIGNS = [1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 1.0]

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mezzo.errors import ConfigError
-from mezzo.evaluation import balanced, bootstrap, judged, wilson
-from mezzo.objectives import METRICS, OBJECTIVES, cross_entropy, get_objective
-from mezzo.rewards import exact_match, text_f1
+from mezzo.evaluation.evaluate import balanced, bootstrap, judged, wilson
+from mezzo.evaluation.rewards import exact_match, text_f1
+from mezzo.method.objectives import METRICS, OBJECTIVES, cross_entropy, get_objective
 from mezzo.types import Batch, Prompt, Readout
 
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mezzo import noise, rounding
-from mezzo.engines.torch.rounding import store
+from mezzo.engines.torch.weights.rounding import store
+from mezzo.method import noise, rounding
 from mezzo.types import Update
 
 TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mezzo.cli import main
-from mezzo.compact import MAGIC, export_compact, import_compact
 from mezzo.errors import MezzoError
-from mezzo.journal import read
+from mezzo.journal.compact import MAGIC, export_compact, import_compact
+from mezzo.journal.journal import read
 from mezzo.tasks import load_examples
 from mezzo.types import Example
 from tests.hostile.conftest import copy_of, lines_of, signed

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from mezzo import api
-from mezzo.compact import MAGIC, MOST_TERMS, export_compact, import_compact
 from mezzo.errors import ConfigError, DataError, JournalError
-from mezzo.journal import NAME, read
-from mezzo.run import Folder
-from mezzo.snapshots import Snapshots
+from mezzo.journal.compact import MAGIC, MOST_TERMS, export_compact, import_compact
+from mezzo.journal.journal import NAME, read
+from mezzo.replay.snapshots import Snapshots
+from mezzo.runs.folder import Folder
 from mezzo.tasks import load_examples
-from mezzo.tasks import read as reading
+from mezzo.tasks import readers as reading
 from tests.hostile.conftest import copy_of, lines_of, signed
 from tests.hostile.test_fuzz import evaluated, with_header
 
@@ -263,8 +263,8 @@ def test_a_compact_bomb_is_not_unpacked(sound_run, tmp_path):
 from pathlib import Path
 for path in sys.argv[1:]:
     try:
-        mezzo.compact.import_compact(Path(path))
-    except mezzo.compact.JournalError as error:
+        mezzo.journal.compact.import_compact(Path(path))
+    except mezzo.journal.compact.JournalError as error:
         print("refused", error)
 """
     done = limited(code, *(str(tmp_path / f"{number}.mezzo") for number in range(4)), megabytes=250)

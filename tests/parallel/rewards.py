@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mezzo.rewards import over_texts
+from mezzo.evaluation.rewards import over_texts
 from mezzo.types import Prompt
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from mezzo import api
 from mezzo.engines import ENGINES
-from mezzo.parallel import ranks
-from mezzo.run import Run
+from mezzo.parallel.transports import torchrun
+from mezzo.runs.folder import Run
 from tests.parallel.faulty import FACTORY, plant
 
 
 def main(path: Path) -> None:
-    with ranks.among("gloo") as driver:
+    with torchrun.among("gloo") as driver:
         if driver:
             found = [finetune(**options) for options in json.loads(path.read_text())]
             path.write_text(json.dumps([{"digest": run.digest, "workers": run.workers} for run in found]))

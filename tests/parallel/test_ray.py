@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def ray() -> Any:
     """A Ray that the runs of this module share, as mezzo starts it."""
-    from mezzo.parallel.rays import LOOPBACK, start
+    from mezzo.parallel.transports.ray import LOOPBACK, start
 
     os.environ[LOOPBACK] = "0"
     import ray

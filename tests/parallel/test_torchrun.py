@@ -16,7 +16,7 @@ import pytest
 
 from mezzo import api
 from mezzo.errors import ConfigError, JournalError
-from mezzo.journal import read
+from mezzo.journal.journal import read
 from tests.parallel.below import LOOPBACK, family, listening, rank_of
 from tests.processes import wait_for
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from mezzo.engines.base import Unit
+from mezzo.engines.microbatch import pieces_of, units_of, width_of
 from mezzo.engines.torch.engine import TorchEngine
-from mezzo.engines.units import pieces_of, units_of, width_of
-from mezzo.space import Space
+from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, Prompt, Readout
 from tests.conftest import make_batch, make_llama, make_roberta
 

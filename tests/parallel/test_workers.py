@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from mezzo import api
 from mezzo.engines import ENGINES
 from mezzo.errors import ConfigError, JournalError, RunFailed
-from mezzo.journal import read
-from mezzo.run import Folder
+from mezzo.journal.journal import read
+from mezzo.runs.folder import Folder
 from tests.parallel.below import family, gone, listening, workers_of
 from tests.parallel.faulty import FACTORY, plant
 from tests.processes import start, wait_for

@@ -12,7 +12,7 @@ import pytest
 
 from mezzo.engines import open_engine
 from mezzo.engines.base import EngineSpec
-from mezzo.space import Space
+from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, Prompt, Readout, Scores, Update
 
 HERE = importlib.util.find_spec("sglang") is not None

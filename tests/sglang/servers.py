@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from mezzo.engines.hub import locate
+from mezzo.engines.hf_hub import locate
 
 BACKENDS = {"cpu": ("torch_native", "torch_native"), "cuda": ("triton", "triton")}
 """Attention and LoRA."""

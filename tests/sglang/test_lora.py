@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from mezzo.space import Space
+from mezzo.method.space import Space
 from mezzo.types import Batch, Probe
 from tests.sglang.conftest import (
     PAIR,
@@ -101,7 +101,7 @@ def test_evicted_adapters_come_back_right(engines):
     """Other adapters push mezzo's out of SGLang's pool; SGLang would reload the zeros they were loaded with."""
     import torch
 
-    from mezzo.engines.sglang.launch import adapter_of
+    from mezzo.engines.sglang.inprocess.launch import adapter_of
 
     ours, batch = engines[0], words_batch()
     expected = ours.score(batch, PAIR)
@@ -201,8 +201,8 @@ def test_the_plugin_adds_one_method_and_changes_nothing_else(engines):
     """Loaded by SGLang wherever mezzo is installed, it must be inert there."""
     from sglang.srt.managers.scheduler import Scheduler
 
-    from mezzo.engines.sglang.channel import METHOD
-    from mezzo.engines.sglang.plugin import register
+    from mezzo.engines.sglang.inprocess.channel import METHOD
+    from mezzo.engines.sglang.inprocess.plugin import register
 
     before = {name: value for name, value in vars(Scheduler).items() if name != METHOD}
     register()

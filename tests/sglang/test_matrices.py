@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mezzo import noise
-from mezzo.space import Space
+from mezzo.method import noise
+from mezzo.method.space import Space
 from mezzo.types import Probe
 from tests.sglang.conftest import PAIR, UPDATES, both, candidates_batch, distance, spec_of, update, words_batch
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from mezzo.engines.sglang.matrices import Matrices, Piece
-from mezzo.engines.sglang.pieces import assembled
 from mezzo.engines.sglang.rows import SHARED, common_prefix, rows_of, shared_prompts
 from mezzo.engines.sglang.shards import parts_of
 from mezzo.engines.sglang.support import module_of, served
+from mezzo.engines.sglang.tensor_parts import assembled
 from mezzo.engines.sglang.versions import check_version
-from mezzo.engines.torch.noise import NoiseSource
-from mezzo.engines.torch.population import Population
+from mezzo.engines.torch.forward.population import Population
+from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.errors import ConfigError, ModelError
 from mezzo.types import Batch, Prompt, Readout, Trained, Update
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from mezzo import api
-from mezzo.defaults import with_defaults
 from mezzo.engines import open_engine
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.sglang.facts import facts_of
-from mezzo.engines.sglang.launch import adapter_of
-from mezzo.engines.sglang.loader import LOADER
-from mezzo.engines.sglang.replica import Replica
-from mezzo.engines.sglang.server import ServerEngine
+from mezzo.engines.sglang.inprocess.launch import adapter_of
+from mezzo.engines.sglang.server.engine import ServerEngine
+from mezzo.engines.sglang.server.loader import LOADER
+from mezzo.engines.sglang.server.replica import Replica
 from mezzo.errors import ConfigError, ModelError, SpaceError
-from mezzo.space import Space
+from mezzo.method.space import Space
+from mezzo.runs.defaults import with_defaults
 from tests.sglang.conftest import spec_of
 from tests.sglang.servers import free_port
 

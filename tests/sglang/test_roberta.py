@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from mezzo.space import Space
+from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, Prompt, Readout
 from tests.sglang.conftest import PAIR, both, distance, spec_of, tokens, update
 

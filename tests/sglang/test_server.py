@@ -15,8 +15,8 @@ import pytest
 from mezzo import api
 from mezzo.engines import open_engine
 from mezzo.errors import RunFailed
-from mezzo.run import Folder
-from mezzo.space import Space
+from mezzo.method.space import Space
+from mezzo.runs.folder import Folder
 from mezzo.types import Probe
 from tests.conftest import SENTENCES
 from tests.sglang.conftest import MODEL, PAIR, UPDATES, candidates_batch, distance, spec_of, words_batch
@@ -145,7 +145,7 @@ def test_a_server_with_another_model_is_refused(servers, tmp_path):
     """Same shapes, other weights: names and sizes alone would not tell."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from mezzo.engines.hub import locate
+    from mezzo.engines.hf_hub import locate
     from mezzo.errors import ModelError
 
     model = AutoModelForCausalLM.from_pretrained(locate(MODEL))

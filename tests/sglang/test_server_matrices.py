@@ -11,9 +11,9 @@ import pytest
 
 from mezzo import api
 from mezzo.engines import open_engine
-from mezzo.engines.sglang.loader import LOADER
+from mezzo.engines.sglang.server.loader import LOADER
 from mezzo.errors import RunFailed
-from mezzo.space import Space
+from mezzo.method.space import Space
 from mezzo.types import Probe
 from tests.sglang.conftest import MODEL, PAIR, UPDATES, distance, spec_of, words_batch
 from tests.sglang.servers import Server

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from mezzo.engines import open_engine
-from mezzo.engines.sglang.loader import LOADER
+from mezzo.engines.sglang.server.loader import LOADER
 from mezzo.errors import ConfigError
-from mezzo.space import Space
+from mezzo.method.space import Space
 from tests.sglang.conftest import MODEL, PAIR, UPDATES, spec_of, update, words_batch
 from tests.sglang.servers import Server
 from tests.sglang.test_server_matrices import EVERY, same_bits

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mezzo.space import Space
+from mezzo.method.space import Space
 from tests.sglang.conftest import PAIR, both, spec_of, update, words_batch
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.gpu]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mezzo.estimators import Spsa
-from mezzo.objectives import get_objective
-from mezzo.space import Space
+from mezzo.method.estimators import Spsa
+from mezzo.method.objectives import get_objective
+from mezzo.method.space import Space
 from mezzo.types import Probe
 from tests.sglang.conftest import EPS, PAIR, both, candidates_batch, distance, spec_of, update, words_batch
 

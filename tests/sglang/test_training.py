@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mezzo import api, assembly, sources
-from mezzo.batches import batches_of
+from mezzo import api
 from mezzo.engines import open_engine
-from mezzo.estimators import Spsa
-from mezzo.evaluation import scores_of
-from mezzo.objectives import get_objective
-from mezzo.run import Folder, Run
+from mezzo.evaluation.evaluate import scores_of
+from mezzo.method.batches import batches_of
+from mezzo.method.estimators import Spsa
+from mezzo.method.objectives import get_objective
+from mezzo.runs import datasets, setup
+from mezzo.runs.folder import Folder, Run
 from mezzo.tasks import load_examples
 from tests.sglang.conftest import MODEL
 
@@ -38,11 +39,11 @@ def run(tmp_path_factory):
 def test_both_engines_follow_the_same_journal(run):
     """At each step the torch engine, at the journal's weights, finds the slope that SGLang found."""
     config = api.resolve({**api.config_of(run.out), "engine": "torch", "threads": 1})
-    parts = assembly.prepare(config)
-    train = parts.encode(sources.splits_of(parts.config, parts.task).train)
+    parts = setup.prepare(config)
+    train = parts.encode(datasets.splits_of(parts.config, parts.task).train)
     batches = batches_of(train, parts.readout, config.seed, config.batch_size)
     estimator, objective = Spsa(config.seed, config.eps, 1), get_objective("cross_entropy")
-    engine = assembly.engine_for(parts.config, "causal", 0, parts.padding_id)
+    engine = setup.engine_for(parts.config, "causal", 0, parts.padding_id)
     differences, slopes = [], []
     records = api.records(run.out)
     for record in records[:200]:
@@ -90,8 +91,8 @@ def test_a_run_is_evaluated_on_sglang_and_its_adapter_is_served(run, tmp_path):
     from transformers import AutoModelForCausalLM
 
     from mezzo.engines.base import EngineSpec
-    from mezzo.engines.hub import locate
-    from mezzo.space import Space
+    from mezzo.engines.hf_hub import locate
+    from mezzo.method.space import Space
     from mezzo.types import Probe
     from tests.sglang.conftest import WORDS, words_batch
 

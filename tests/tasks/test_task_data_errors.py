@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mezzo.errors import DataError
-from mezzo.tasks import load_examples, read
+from mezzo.tasks import load_examples, readers
 
 GOOD = json.dumps({"text": "fine", "label": "positive"})
 
@@ -141,7 +141,7 @@ def test_a_folder_under_a_files_name_is_no_file(tmp_path: Path) -> None:
 
 
 def test_a_monstrous_line_is_refused_before_it_fills_the_memory(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(read, "MAX_LINE", 1000)
+    monkeypatch.setattr(readers, "MAX_LINE", 1000)
     path = tmp_path / "one.jsonl"
     path.write_text(GOOD + "\n" + "x" * 1001, encoding="utf-8")
     with pytest.raises(DataError, match=r"one.jsonl, line 2: longer than 1,000 bytes; is this a data file\?$"):

@@ -8,8 +8,8 @@ import pytest
 
 from mezzo.errors import TaskError
 from mezzo.tasks import Encoder, get_task
-from mezzo.tasks.demos import Demonstrations
-from mezzo.tasks.fit import fit
+from mezzo.tasks.demonstrations import Demonstrations
+from mezzo.tasks.truncation import fit
 from mezzo.types import Example
 
 POOL = [Example({"text": f"{word} {i}"}, label) for label, word in enumerate(("film", "movie")) for i in range(4)]

@@ -7,7 +7,7 @@ import pytest
 from mezzo.errors import TaskError
 from mezzo.tasks import Task
 from mezzo.tasks.catalogue import T1, T2, T3, T4, T5
-from mezzo.tasks.pieces import LabelWord, Literal, Slot, Special, append_demonstrations, prepend_demonstrations
+from mezzo.tasks.template_ast import LabelWord, Literal, Slot, Special, append_demonstrations, prepend_demonstrations
 from mezzo.tasks.templates import ends_with_space, parse, render
 
 ONE, TWO = ("text",), ("premise", "hypothesis")

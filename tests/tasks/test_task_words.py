@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, BartTokenizerFast, T5Tokenizer
 
-from mezzo.engines.hub import load_tokenizer
+from mezzo.engines.hf_hub import load_tokenizer
 from mezzo.errors import TaskError
 from mezzo.tasks import Encoder, Task, get_task, list_tasks
+from mezzo.tasks.label_words import label_words
 from mezzo.tasks.tokens import Tokens
-from mezzo.tasks.words import label_words
 
 MARKS = {
     "byte-level": ("", "Ġ"),

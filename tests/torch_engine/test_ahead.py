@@ -12,12 +12,12 @@ import torch
 from mezzo.engines.base import Autonomous, Unit
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.errors import RunFailed
-from mezzo.estimators import Spsa
-from mezzo.journal import Journal, read
-from mezzo.objectives import cross_entropy
-from mezzo.optim import Sgd
-from mezzo.space import Space
-from mezzo.trainer import Limits, MeZOTrainer
+from mezzo.journal.journal import Journal, read
+from mezzo.method.estimators import Spsa
+from mezzo.method.objectives import cross_entropy
+from mezzo.method.optimizers import Sgd
+from mezzo.method.space import Space
+from mezzo.runs.trainer import Limits, MeZOTrainer
 from mezzo.types import Batch, Probe, Prompt, Question, Readout, Rule, StepRecord, Update
 from tests.conftest import make_batch, make_roberta
 from tests.torch_engine.triton_device import DEVICE, INTERPRETED, MARKS
@@ -36,9 +36,9 @@ EPS = 1e-2
 
 
 def judged(scores: np.ndarray, batch: Batch, rule: Rule, seed: int) -> tuple[np.ndarray, Update]:
-    from mezzo.engines.torch.judge import OUTCOME, judge
-    from mezzo.engines.torch.points import words_on
-    from mezzo.objectives import normalised
+    from mezzo.engines.torch.forward.probe_point import words_on
+    from mezzo.engines.torch.gpu.kernels.device_step import OUTCOME, judge
+    from mezzo.method.objectives import normalised
 
     numbers = torch.tensor([rule.spread, rule.rate, rule.clip, rule.keep], dtype=torch.float64, device=DEVICE)
     words, outcome = words_on(DEVICE, [0, 0]), torch.zeros(OUTCOME, dtype=torch.float64, device=DEVICE)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from mezzo.space import Space
+from mezzo.method.space import Space
 from mezzo.types import Probe
 from tests.conftest import make_batch, make_llama
 from tests.reference import plain_scores, written
@@ -34,14 +34,14 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("size", [8, 24])
 @pytest.mark.parametrize("own", [False, True], ids=["one-table", "a-table-a-row"])
 def test_rotary_positions_are_those_of_transformers(dtype, size, own):
-    from mezzo.engines.torch import decoder_kernels
+    from mezzo.engines.torch.gpu.kernels import decoder
 
     rows, length, heads, groups = 3, 5, 6, 2
     query, key = (normal(rows, length, count * size, dtype=dtype) for count in (heads, groups))
     cos, sin = (normal(rows if own else 1, length, size + extra, dtype=dtype)[..., :size] for extra in (0, 1))
     by_head = [x.double().view(rows, length, -1, size).transpose(1, 2) for x in (query, key)]
     expected = apply_rotary_pos_emb(*by_head, cos.double(), sin.double())
-    decoder_kernels.turn(query, key, cos.contiguous(), sin.contiguous())
+    decoder.turn(query, key, cos.contiguous(), sin.contiguous())
     for found, wanted in zip((query, key), expected, strict=True):
         wanted = wanted.transpose(1, 2).reshape(found.shape)
         assert (found.double() - wanted).norm() < TYPES[dtype] * wanted.norm()
@@ -49,11 +49,11 @@ def test_rotary_positions_are_those_of_transformers(dtype, size, own):
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_the_gate(dtype):
-    from mezzo.engines.torch import decoder_kernels
+    from mezzo.engines.torch.gpu.kernels import decoder
 
     gate, up = 20 * normal(7, 700, dtype=dtype), normal(7, 700, dtype=dtype)
     wanted = torch.nn.functional.silu(gate.double()) * up.double()
-    found = decoder_kernels.gate(gate, up)
+    found = decoder.gate(gate, up)
     assert found.data_ptr() == gate.data_ptr()
     assert (found.double() - wanted).norm() < TYPES[dtype] * wanted.norm()
     assert torch.isfinite(found).all(), "the exponential of a large number is hidden"
@@ -65,10 +65,10 @@ def test_the_gate(dtype):
 def test_scores_through_the_kernels_equal_weights_written_in(family, probes, monkeypatch):
     """At any point, and the kernels are what ran: every layer's gate, every norm, and positions of query and key but for those
     of the last layer, which is trimmed."""
-    from mezzo.engines.torch import decoder_kernels, vectors
+    from mezzo.engines.torch.gpu.kernels import decoder, norms
 
     ran: Counter[str] = Counter()
-    for place, name in ((decoder_kernels, "turn"), (decoder_kernels, "gate"), (vectors, "norm")):
+    for place, name in ((decoder, "turn"), (decoder, "gate"), (norms, "norm")):
         real = getattr(place, name)
 
         def counted(*arguments, name=name, real=real, **options):

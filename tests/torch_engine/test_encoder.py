@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from mezzo.engines.torch import flat
 from mezzo.engines.torch.engine import TorchEngine
-from mezzo.space import Space
+from mezzo.engines.torch.weights import flat_buffer
+from mezzo.method.space import Space
 from mezzo.types import Probe
 from tests.conftest import make_batch, make_encoder
 from tests.reference import plain_scores, written
@@ -37,9 +37,9 @@ def make_three_layers(family: str = "Roberta") -> torch.nn.Module:
 @pytest.fixture
 def layers(monkeypatch) -> list[int]:
     """Every tensor on its own, and a count of the layers that were computed this way."""
-    from mezzo.engines.torch import encoder
+    from mezzo.engines.torch.gpu import encoder
 
-    monkeypatch.setattr(flat, "SMALL", 0)
+    monkeypatch.setattr(flat_buffer, "SMALL", 0)
     found: list[int] = []
     forward = encoder.Layer.forward
 
@@ -107,7 +107,7 @@ def test_weights_that_share_a_tensor_are_still_their_own(layers):
 @pytest.mark.parametrize("length", [5, 32, 64, 100])
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
 def test_attention_of_short_rows(dtype, length, masked):
-    from mezzo.engines.torch.encoder_kernels import LONGEST, attend
+    from mezzo.engines.torch.gpu.kernels.encoder import LONGEST, attend
 
     if length > LONGEST[dtype]:
         pytest.skip("left to torch")
@@ -134,25 +134,25 @@ def test_attention_of_short_rows(dtype, length, masked):
 @pytest.mark.parametrize("each", [24, 7])
 def test_terms_that_lie_beside_a_product(dtype, each):
     """Low-rank noise whose way down is the product's last columns: GELU and norm add its way up, with each member's scale."""
-    from mezzo.engines.torch import encoder_kernels, thin, vectors
+    from mezzo.engines.torch.gpu.kernels import encoder, lowrank, norms
 
     rng = np.random.default_rng(0)
     rank, width, scales, factor, rows = 8, 96, (0.02, -0.03), 0.35, 2 * each
     longer, residual = (torch.from_numpy(rng.normal(size=(rows, n))).to(DEVICE, dtype) for n in (width + 16, width))
     up = torch.from_numpy(rng.choice([-1.0, 1.0], size=(width, rank))).to(DEVICE, dtype)
     bias, gain, shift = (torch.from_numpy(rng.normal(size=(2, width))).float().to(DEVICE) for _ in range(3))
-    factors = thin.Factors(rank, factor, up.view(1, -1), (0,), torch.zeros(1, dtype=torch.int64, device=DEVICE))
+    factors = lowrank.Factors(rank, factor, up.view(1, -1), (0,), torch.zeros(1, dtype=torch.int64, device=DEVICE))
     t = longer[:, width : width + rank][None]
     on_device = torch.tensor(scales, device=DEVICE).view(-1, 1)
-    term = thin.Term(t, factors, on_device, up=up.T.contiguous()[None])
+    term = lowrank.Term(t, factors, on_device, up=up.T.contiguous()[None])
     member = torch.arange(rows, device=DEVICE) // each
     wide = longer.double()
     own = torch.tensor(scales, device=DEVICE).double()[member, None] * factor
     moved = wide[:, :width] + own * (wide[:, width : width + rank] @ up.double().T) + bias.double()[member]
     normed = torch.nn.functional.layer_norm(moved + residual.double(), (width,), eps=1e-5)
     expected = torch.nn.functional.gelu(moved), normed * gain.double()[member] + shift.double()[member]
-    found = vectors.norm(longer[:, :width], gain, shift, 1e-5, residual, bias, term=term)
-    encoder_kernels.gelu(longer[:, :width], bias, 2, term)
+    found = norms.norm(longer[:, :width], gain, shift, 1e-5, residual, bias, term=term)
+    encoder.gelu(longer[:, :width], bias, 2, term)
     allowed = 1e-6 if dtype == torch.float32 else 1e-3
     for one, wanted in zip((longer[:, :width], found), expected, strict=True):
         assert (one.double() - wanted).norm() < allowed * wanted.norm()
@@ -160,10 +160,10 @@ def test_terms_that_lie_beside_a_product(dtype, each):
 
 
 def test_gelu_in_sixteen_bits():
-    from mezzo.engines.torch import vectors
+    from mezzo.engines.torch.gpu.kernels import norms
 
     values = torch.linspace(-9, 9, 2**14, device=DEVICE).to(torch.float16).view(64, 256)
     none = torch.zeros((1, 256), device=DEVICE)
-    found = vectors.add_bias(values.clone(), none, gelu=True)
+    found = norms.add_bias(values.clone(), none, gelu=True)
     expected = torch.nn.functional.gelu(values.double())
     assert ((found.double() - expected).abs() <= 3e-7 + expected.abs() * 2.0**-11).all()

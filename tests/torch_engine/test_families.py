@@ -13,7 +13,7 @@ import transformers
 from mezzo.engines.base import Unit
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.errors import MezzoError, SpaceError
-from mezzo.space import Space
+from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, Prompt, Readout
 from tests.conftest import VOCAB, make_batch, settled
 from tests.reference import plain_scores, written
@@ -282,7 +282,7 @@ def test_a_head_reads_the_last_token_whatever_its_configuration_calls_padding(fa
 def test_rows_are_padded_by_the_end_of_text_where_there_is_no_token_for_it(padding, end, expected):
     from types import SimpleNamespace
 
-    from mezzo.assembly import Parts
+    from mezzo.runs.setup import Parts
 
     tokenizer = SimpleNamespace(pad_token_id=padding, eos_token_id=end)
     assert Parts(None, "causal", None, None, tokenizer).padding_id == expected

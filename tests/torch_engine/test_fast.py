@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from mezzo.engines.base import Unit
-from mezzo.engines.torch import flat
 from mezzo.engines.torch.engine import TorchEngine
-from mezzo.space import Space
+from mezzo.engines.torch.weights import flat_buffer
+from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, Prompt, Question, Readout, Update
 from tests.conftest import MODELS, VOCAB, make_batch, make_llama, make_roberta
 from tests.reference import plain_scores, written
@@ -34,7 +34,7 @@ PAIR = (Probe(((7, 0.02),)), Probe(((7, -0.02),)))
 @pytest.fixture(params=[64 * 1024, 0], ids=["flat", "one-by-one"])
 def small(request, monkeypatch):
     """Both homes of a tensor: in the flat buffer, and on its own, where blocks are fused."""
-    monkeypatch.setattr(flat, "SMALL", request.param)
+    monkeypatch.setattr(flat_buffer, "SMALL", request.param)
 
 
 def engine_of(model: torch.nn.Module, space: Space, kind: str = "rademacher", **extra) -> TorchEngine:
@@ -68,7 +68,7 @@ del QWEN2["head_dim"]
 @pytest.mark.parametrize(("kind", "options"), [("Llama", DECODER), ("Qwen2", QWEN2), ("Mistral", DECODER)])
 def test_no_thin_product_is_computed_for_nothing(kind, options, space, monkeypatch):
     """Layers whose inputs have one width but not one content (`o_proj` beside query, key and value), with biases or not."""
-    from mezzo.engines.torch.thin_layers import Group
+    from mezzo.engines.torch.gpu.lowrank_layers import Group
 
     computed: list[tuple[str, int]] = []
     real = Group._computed
@@ -93,9 +93,9 @@ def test_no_thin_product_is_computed_for_nothing(kind, options, space, monkeypat
 
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
 def test_rows_of_an_embedding_have_the_noise_of_the_whole(kind):
-    from mezzo import noise
-    from mezzo.engines.torch.points import words_on
-    from mezzo.engines.torch.streams import moved_rows
+    from mezzo.engines.torch.forward.probe_point import words_on
+    from mezzo.engines.torch.gpu.kernels.streams import moved_rows
+    from mezzo.method import noise
 
     rng = np.random.default_rng(0)
     table = rng.normal(size=(50, 192)).astype(np.float32)
@@ -113,7 +113,7 @@ def test_rows_of_an_embedding_have_the_noise_of_the_whole(kind):
 @pytest.mark.parametrize("inner", [96, 1040], ids=["whole", "in-pieces"])
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "low-rank"])
 def test_thin_products_equal_float64(lora, dtype, inner):
-    from mezzo.engines.torch import thin
+    from mezzo.engines.torch.gpu.kernels import lowrank
 
     rng = np.random.default_rng(0)
     members, rows, outer, rank, modules = 2, 40, 160, 8, 2
@@ -129,17 +129,17 @@ def test_thin_products_equal_float64(lora, dtype, inner):
     flat = torch.from_numpy(np.concatenate([down.ravel(), up.ravel()])).float()
     laid = down_z if lora else down_z.transpose(0, 2, 1)
     z = torch.from_numpy(np.concatenate([laid.ravel(), up_z.ravel()])).to(dtype)
-    high = flat.to(dtype)
+    high = flat_buffer.to(dtype)
     parts = (torch.stack([high, (flat - high.float()).to(dtype), z]) if lora else z[None]).to(DEVICE)
     at = torch.arange(modules, device=DEVICE)
     bias = torch.from_numpy(rng.normal(size=(modules, outer))).to(DEVICE, dtype)
     given = torch.from_numpy(x).to(DEVICE, dtype)
     places = tuple(rank * inner * number for number in range(modules))
-    factors = thin.Factors(rank, factor, parts, places, modules * rank * inner + at * outer * rank)
+    factors = lowrank.Factors(rank, factor, parts, places, modules * rank * inner + at * outer * rank)
     on_device = torch.tensor(scales, device=DEVICE)
-    t = thin.down(given, factors, on_device)
+    t = lowrank.down(given, factors, on_device)
     y = torch.empty((modules, members * rows, outer), device=DEVICE, dtype=dtype)
-    thin.up(y, thin.Term(t, factors, on_device), bias)
+    lowrank.up(y, lowrank.Term(t, factors, on_device), bias)
     exact = given.double().cpu().numpy().reshape(members, rows, inner)
     for module in range(modules):
         for member, scale in enumerate(scales):
@@ -215,7 +215,7 @@ def test_steps_in_graphs_are_steps_without(space):
 
 @on_a_gpu
 def test_graphs_are_few(monkeypatch):
-    monkeypatch.setattr("mezzo.engines.torch.graphs.MOST", 3)
+    monkeypatch.setattr("mezzo.engines.torch.gpu.graphs.MOST", 3)
     engine = engine_of(make_roberta(), SPACES["lora"], unit=Unit(4, pad_to=8))
     for length in (5, 12, 20, 28, 5, 12, 20, 28):
         for _ in range(3):

@@ -11,9 +11,9 @@ import torch
 
 from mezzo import api
 from mezzo.engines.base import Unit
-from mezzo.engines.torch import flat
 from mezzo.engines.torch.engine import TorchEngine
-from mezzo.space import Space
+from mezzo.engines.torch.weights import flat_buffer
+from mezzo.method.space import Space
 from mezzo.types import Probe, Update
 from tests.conftest import make_batch, make_llama, make_roberta
 from tests.reference import plain_scores, written
@@ -43,12 +43,12 @@ def updates(count: int) -> list[Update]:
     ]
 
 
-@pytest.mark.parametrize("small", [flat.SMALL, 0], ids=["flat", "one-by-one"])
+@pytest.mark.parametrize("small", [flat_buffer.SMALL, 0], ids=["flat", "one-by-one"])
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
 def test_weights_after_updates_are_those_of_a_cpu(space, kind, dtype, small, monkeypatch):
-    monkeypatch.setattr(flat, "SMALL", small)
+    monkeypatch.setattr(flat_buffer, "SMALL", small)
     digests = []
     for device in ("cpu", "cuda"):
         engine = TorchEngine(make_roberta().to(dtype), space, noise_kind=kind, device=device)
@@ -58,12 +58,12 @@ def test_weights_after_updates_are_those_of_a_cpu(space, kind, dtype, small, mon
     assert digests[0] == digests[1] != TorchEngine(make_roberta().to(dtype), space).digest()
 
 
-@pytest.mark.parametrize("small", [flat.SMALL, 0], ids=["flat", "one-by-one"])
+@pytest.mark.parametrize("small", [flat_buffer.SMALL, 0], ids=["flat", "one-by-one"])
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_scores_equal_weights_written_in(family, dtype, small, monkeypatch):
     """About as far from float32 as an ordinary forward in the type is: both round, in another order."""
-    monkeypatch.setattr(flat, "SMALL", small)
+    monkeypatch.setattr(flat_buffer, "SMALL", small)
     model = make(*family).to(dtype)
     pristine, batch = copy.deepcopy(model).float(), make_batch()
     for space in SPACES.values():
@@ -115,7 +115,7 @@ def test_candidates_and_generation_in_sixteen_bits():
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
 def test_peak_memory_of_a_step(dtype, kind):
-    from mezzo.engines.torch.layouts import AT_ONCE
+    from mezzo.engines.torch.gpu.noise_layout import AT_ONCE
 
     engine, batch = large_engine(dtype, kind, "cuda")
     engine.graphs = None  # a capture takes the same, and once a library's workspace for its stream

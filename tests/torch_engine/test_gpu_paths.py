@@ -10,7 +10,7 @@ import torch
 
 from mezzo.engines.base import Unit
 from mezzo.engines.torch.engine import TorchEngine
-from mezzo.space import Space
+from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, Readout, Update
 from tests.conftest import make_batch, make_llama, make_roberta
 from tests.torch_engine.test_families import FAMILIES, make
@@ -76,7 +76,7 @@ def test_a_classification_head():
 def test_a_quantised_base_stays_packed_and_follows_its_adapter(kind, tmp_path):
     pytest.importorskip("bitsandbytes")
     from mezzo.engines.torch import quantized
-    from mezzo.engines.torch.load import load_model
+    from mezzo.engines.torch.loading import load_model
 
     make_roberta().save_pretrained(tmp_path)
     device = torch.device("cuda")

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from mezzo import noise
-from mezzo.engines.torch.flat import Flat
-from mezzo.engines.torch.noise import NoiseSource
-from mezzo.engines.torch.plain import Plain
-from mezzo.engines.torch.points import Move, Point
+from mezzo.engines.torch.forward.probe_point import Move, Point
+from mezzo.engines.torch.weights.flat_buffer import Flat
+from mezzo.engines.torch.weights.noise import NoiseSource
+from mezzo.engines.torch.weights.reference import Plain
+from mezzo.method import noise
 from mezzo.types import Probe, Trained, Update
 from tests.torch_engine.triton_device import DEVICE, INTERPRETED, MARKS
 
@@ -31,7 +31,7 @@ UPDATES = {
 
 
 def workers(kind: noise.Kind) -> tuple[Any, Plain]:
-    from mezzo.engines.torch.fused import DeviceNoise, Fused
+    from mezzo.engines.torch.gpu.fused import DeviceNoise, Fused
 
     return Fused(DeviceNoise(kind, DEVICE)), Plain(NoiseSource(kind, torch.device("cpu")))
 

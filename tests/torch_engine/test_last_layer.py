@@ -12,7 +12,7 @@ import transformers
 
 from mezzo.engines.base import Unit
 from mezzo.engines.torch.engine import TorchEngine
-from mezzo.space import Space
+from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, Prompt, Readout
 from tests.conftest import VOCAB, make_batch, settled
 from tests.reference import written

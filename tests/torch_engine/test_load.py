@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from mezzo import api
-from mezzo.engines.torch.load import load_model
+from mezzo.engines.torch.loading import load_model
 from mezzo.errors import ModelError, TaskError
 from tests.conftest import settled, train_tokenizer
 from tests.torch_engine.test_families import FAMILIES, GPT2, make

@@ -10,7 +10,7 @@ import torch
 
 from mezzo.engines.base import Unit
 from mezzo.engines.torch.engine import TorchEngine
-from mezzo.space import Space
+from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, Prompt, Readout
 from tests.conftest import make_batch, make_llama, make_roberta
 from tests.reference import plain_scores, written

@@ -19,9 +19,9 @@ from mezzo import api
 from mezzo.engines.base import Unit
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.errors import ConfigError, JournalError, MezzoError, ModelError
-from mezzo.evaluation import scores_of
-from mezzo.journal import Journal, read
-from mezzo.space import Space
+from mezzo.evaluation.evaluate import scores_of
+from mezzo.journal.journal import Journal, read
+from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, Prompt, Readout
 from tests.conftest import make_batch, make_llama, make_roberta
 from tests.reference import z_of
@@ -180,7 +180,7 @@ def test_candidates_and_generation_with_a_prefix(shared):
     prompts = tuple(Prompt(tokens(2, 12), 0, candidates=(tokens(1, 5), tokens(1, 5))) for _ in range(4))
     batch = Batch(prompts, Readout("candidates", reduce="sum"))
     scores, texts = engine.score(batch, PAIR), engine.generate(batch, PAIR, 5)
-    from mezzo.engines.torch import prefix
+    from mezzo.engines.torch.forward import prefix
 
     for index, probe in enumerate(PAIR):
         prefix.give(twin, moved(engine, probe))

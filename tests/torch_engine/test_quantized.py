@@ -17,9 +17,9 @@ from mezzo.cli import main
 from mezzo.engines.base import Unit
 from mezzo.engines.torch import quantized
 from mezzo.engines.torch.engine import TorchEngine
-from mezzo.engines.torch.load import load_model
+from mezzo.engines.torch.loading import load_model
 from mezzo.errors import ConfigError, SpaceError
-from mezzo.space import Space
+from mezzo.method.space import Space
 from mezzo.types import Probe
 from tests.conftest import make_batch, train_tokenizer
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from mezzo import recipe
+from mezzo.bench import published_step
 from mezzo.engines.torch.engine import TorchEngine
-from mezzo.estimators import Spsa
-from mezzo.objectives import cross_entropy
-from mezzo.optim import Sgd
-from mezzo.space import Space
+from mezzo.method.estimators import Spsa
+from mezzo.method.objectives import cross_entropy
+from mezzo.method.optimizers import Sgd
+from mezzo.method.space import Space
 from mezzo.types import Batch, Probe
 from tests.conftest import make_batch, make_roberta
 
@@ -71,7 +71,7 @@ def test_recipe_is_the_published_algorithm_bit_for_bit(batches, decay):
     expected = published(one, batches, decay)
     np.random.seed(42)
     steps = [
-        recipe.step(
+        published_step.step(
             two, lambda b=batch: loss_of(two, b), seed=np.random.randint(1000000000), eps=EPS, lr=LR, weight_decay=decay
         )
         for batch in batches
@@ -130,7 +130,9 @@ def test_the_engine_follows_the_recipe(batches, decay):
         probes = (Probe(((seed, EPS),)), Probe(((seed, -EPS),)))
         losses = cross_entropy(engine.score(batch, probes), batch)
         slopes = Spsa(0, EPS).tell(probes, losses)
-        step = recipe.step(model, lambda b=batch: loss_of(model, b), seed=seed, eps=EPS, lr=LR, weight_decay=decay)
+        step = published_step.step(
+            model, lambda b=batch: loss_of(model, b), seed=seed, eps=EPS, lr=LR, weight_decay=decay
+        )
         np.testing.assert_allclose(losses, [step.loss_plus, step.loss_minus], rtol=1e-5)
         assert slopes[0].value == pytest.approx(step.slope, rel=0.02, abs=1e-3)
         engine.apply([optimizer.step(slopes, 0)])

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from mezzo import rounding
-from mezzo.engines.torch import plain
 from mezzo.engines.torch.engine import TorchEngine
-from mezzo.estimators import Spsa
-from mezzo.objectives import cross_entropy
-from mezzo.optim import Sgd
-from mezzo.space import Space
+from mezzo.engines.torch.weights import reference
+from mezzo.method import rounding
+from mezzo.method.estimators import Spsa
+from mezzo.method.objectives import cross_entropy
+from mezzo.method.optimizers import Sgd
+from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, Prompt, Readout
 from tests.conftest import make_batch, make_llama, make_roberta, settled
 from tests.reference import plain_scores
@@ -88,7 +88,7 @@ def test_two_thousand_small_steps_follow_float32_and_plain_rounding_does_not(mon
 
     for dtype in rounding.SHORT:
         assert strayed(dtype) < 0.2, dtype
-    monkeypatch.setattr(plain, "store", lambda target, values, random: target.copy_(values))
+    monkeypatch.setattr(reference, "store", lambda target, values, random: target.copy_(values))
     for dtype in rounding.SHORT:
         assert strayed(dtype) > 0.4, dtype
 

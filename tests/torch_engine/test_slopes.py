@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from mezzo.engines.torch.engine import TorchEngine
-from mezzo.estimators import Spsa
-from mezzo.objectives import cross_entropy
-from mezzo.space import Space
+from mezzo.method.estimators import Spsa
+from mezzo.method.objectives import cross_entropy
+from mezzo.method.space import Space
 from tests.conftest import make_batch, make_llama, make_roberta
 from tests.reference import z_of
 from tests.torch_engine.test_recipe import loss_of

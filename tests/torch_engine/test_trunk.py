@@ -15,10 +15,10 @@ from mezzo import api
 from mezzo.engines.base import EngineSpec, Unit
 from mezzo.engines.torch import open_engine
 from mezzo.engines.torch.engine import TorchEngine
-from mezzo.engines.torch.trunk import MIB, Trunk
+from mezzo.engines.torch.forward.frozen_cache import MIB, Trunk
 from mezzo.errors import ModelError
-from mezzo.journal import read
-from mezzo.space import Space
+from mezzo.journal.journal import read
+from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, Prompt, Readout
 from tests.conftest import make_batch, make_llama, make_roberta
 from tests.torch_engine.test_families import FAMILIES, make

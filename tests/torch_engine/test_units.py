@@ -6,8 +6,8 @@ import numpy as np
 
 from mezzo.engines.base import Foresighted, Unit
 from mezzo.engines.torch.engine import TorchEngine
-from mezzo.engines.torch.inputs import pack
-from mezzo.space import Space
+from mezzo.engines.torch.forward.inputs import pack
+from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, Prompt, Question, Readout
 from tests.conftest import make_batch, make_roberta
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from mezzo import noise, rounding
 from mezzo.config import RunConfig
-from mezzo.engines.torch import flat, plain
 from mezzo.engines.torch.engine import TorchEngine
+from mezzo.engines.torch.weights import flat_buffer, reference
 from mezzo.errors import SpaceError
-from mezzo.space import USUAL_NOISE_RANK, Space
+from mezzo.method import noise, rounding
+from mezzo.method.space import USUAL_NOISE_RANK, Space
 from mezzo.types import Probe, Trained, Update
 from tests.conftest import make_batch, make_llama, make_roberta
 from tests.reference import plain_scores, written
@@ -31,7 +31,7 @@ SPACES = {
 @pytest.fixture(params=[64 * 1024, 0], ids=["flat", "one-by-one"])
 def small(request, monkeypatch):
     """Both homes of a tensor: in the flat buffer, and on its own."""
-    monkeypatch.setattr(flat, "SMALL", request.param)
+    monkeypatch.setattr(flat_buffer, "SMALL", request.param)
 
 
 def updated(
@@ -62,7 +62,7 @@ def updated(
 @pytest.mark.parametrize("kind", noise.KINDS)
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
 def test_updates_are_exact(space, kind, small, dtype, monkeypatch):
-    monkeypatch.setattr(plain, "PIECE", {"cpu": 640})  # the seams between pieces must not show
+    monkeypatch.setattr(reference, "PIECE", {"cpu": 640})  # the seams between pieces must not show
     engine = TorchEngine(make_roberta().to(getattr(torch, dtype)), space, noise_kind=kind)
     rng = np.random.default_rng(0)
     state = engine.state()
@@ -96,7 +96,7 @@ def test_minus_zero_is_left_alone():
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
 def test_large_tensors_are_perturbed_alike(make, space, monkeypatch):
     """The path of large matrices (scratch, gathered rows) gives what the flat buffer gives."""
-    monkeypatch.setattr(flat, "SMALL", 0)
+    monkeypatch.setattr(flat_buffer, "SMALL", 0)
     if make is make_llama and space.kind == "head":
         pytest.skip("Llama's head is tied to its embeddings")
     model = make()

@@ -11,17 +11,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mezzo import recipe
+from mezzo.bench import published_step
 from mezzo.bench.shapes import Shape, random_model
 from mezzo.engines.torch import unit_of
 from mezzo.engines.torch.engine import TorchEngine
-from mezzo.estimators import Spsa
-from mezzo.journal import Journal
-from mezzo.noise import Kind
-from mezzo.objectives import cross_entropy
-from mezzo.optim import Sgd
-from mezzo.space import Space
-from mezzo.trainer import Limits, MeZOTrainer
+from mezzo.journal.journal import Journal
+from mezzo.method.estimators import Spsa
+from mezzo.method.noise import Kind
+from mezzo.method.objectives import cross_entropy
+from mezzo.method.optimizers import Sgd
+from mezzo.method.space import Space
+from mezzo.runs.trainer import Limits, MeZOTrainer
 from mezzo.types import Batch, Probe, Question, Scores
 
 EPS, LR = 1e-3, 1e-7
@@ -58,7 +58,9 @@ def published(setting: Setting, dynamic: bool) -> Step:
 
     def step(number: int) -> None:
         for sample in range(setting.samples):
-            recipe.step(model, partial(_loss, model, setting.batch, *inputs), seed=number + sample, eps=EPS, lr=LR)
+            published_step.step(
+                model, partial(_loss, model, setting.batch, *inputs), seed=number + sample, eps=EPS, lr=LR
+            )
 
     return step
 

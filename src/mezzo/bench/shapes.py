@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mezzo.engines.hub import Family
+from mezzo.engines.hf_hub import Family
 from mezzo.errors import ConfigError, nearest
 from mezzo.types import Batch, Prompt, Readout
 

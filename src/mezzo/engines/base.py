@@ -9,9 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from mezzo.engines.hub import Family
-from mezzo.noise import Kind
-from mezzo.space import Space
+from mezzo.engines.hf_hub import Family
+from mezzo.method.noise import Kind
+from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, Question, Scores, Trained, Update
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mezzo import noise
 from mezzo.engines.base import Engine
 from mezzo.errors import SpaceError
+from mezzo.method import noise
 from mezzo.types import Batch, Probe, Prompt, Scores, Trained
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mezzo.engines.base import Unit
-from mezzo.engines.units import Piece, Work, pieces_of, units_of, width_of
+from mezzo.engines.microbatch import Piece, Work, pieces_of, units_of, width_of
 from mezzo.errors import RunFailed
-from mezzo.parallel.answers import alike, dissenters
-from mezzo.parallel.cost import Cost
-from mezzo.parallel.orders import Facts
+from mezzo.parallel.consensus import alike, dissenters
+from mezzo.parallel.messages import Facts
+from mezzo.parallel.stats import Cost
 from mezzo.types import Batch, Probe, Scores, Update
 
 ROUNDS = 4

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mezzo.engines.units import Work, units_of
-from mezzo.parallel.cost import Cost
-from mezzo.parallel.crew import START_SECONDS, Crew, Member, error_of
+from mezzo.engines.microbatch import Work, units_of
 from mezzo.parallel.engine import WorkersEngine
-from mezzo.parallel.links import Transport
-from mezzo.parallel.orders import Failed, Post
-from mezzo.parallel.shift import Pace, Shift
+from mezzo.parallel.messages import Failed, Post
+from mezzo.parallel.scheduler import Pace, Shift
+from mezzo.parallel.stats import Cost
+from mezzo.parallel.supervisor import START_SECONDS, Crew, Member, error_of
+from mezzo.parallel.transports.base import Transport
 from mezzo.types import Batch, Probe, Scores, Update
 
 

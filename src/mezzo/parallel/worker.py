@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from mezzo.engines import ENGINES
 from mezzo.engines.base import Engine, EngineSpec, Unit
-from mezzo.engines.units import Piece
+from mezzo.engines.microbatch import Piece
 from mezzo.errors import JournalError, MezzoError
-from mezzo.parallel.orders import Answer, Facts, Failed, Order, Post, Route, packed, unpacked
-from mezzo.rebuild import replay
-from mezzo.snapshots import Snapshots
+from mezzo.parallel.messages import Answer, Facts, Failed, Order, Post, Route, packed, unpacked
+from mezzo.replay.replay import replay
+from mezzo.replay.snapshots import Snapshots
 from mezzo.types import Batch, Scores
 
 
@@ -86,7 +86,7 @@ def _opened(post: Post) -> Engine:
 
 def _placed(post: Post) -> EngineSpec:
     """Workers of one machine share its GPUs out among themselves."""
-    from mezzo.engines.torch.load import gpus
+    from mezzo.engines.torch.loading import gpus
 
     spec = post.spec
     if spec.device in ("auto", "cuda") and (count := gpus()):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mezzo.files import write_atomically
+from mezzo.journal.atomic_files import write_atomically
+from mezzo.reports.live import server
 from mezzo.reports.page import render
 from mezzo.reports.plots import can_png, write_plots
-from mezzo.reports.serve import server
-from mezzo.reports.story import Story, story_of
+from mezzo.reports.run_data import Story, story_of
 
 __all__ = ["Story", "can_png", "server", "story_of", "write_page", "write_plots"]
 

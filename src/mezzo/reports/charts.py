@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mezzo.reports.story import Story
+from mezzo.reports.run_data import Story
 
 Style = Literal["line", "points", "steps"]
 BUCKETS = 100

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
-from mezzo.reports import parts
+from mezzo.reports import html
 from mezzo.reports.charts import comparison_of
-from mezzo.reports.section import section
-from mezzo.reports.story import Story, number
+from mezzo.reports.run_data import Story, number
+from mezzo.reports.sections import section
 
 
 def render(stories: Sequence[Story], live: bool = False) -> str:
@@ -58,7 +58,7 @@ def _comparison(stories: Sequence[Story]) -> str:
     rows = "".join(f"<tr>{_compared(story)}</tr>" for story in stories)
     return (
         f'<h1>{len(stories)} runs compared</h1><div class="scroll"><table><tr>{head}</tr>{rows}</table></div>'
-        f"{parts.heading('Curves')}{parts.charts(comparison_of(stories))}{_differences(stories)}"
+        f"{html.heading('Curves')}{html.charts(comparison_of(stories))}{_differences(stories)}"
     )
 
 
@@ -67,7 +67,7 @@ def _compared(story: Story) -> str:
     peak = number(story.result.get("memory_mib")) or max((mib for _, mib in story.memory), default=None)
     cells = (
         f"{look.value:.1%}" if look else "–",
-        parts.interval(look) if look else "–",
+        html.interval(look) if look else "–",
         f"{story.zero_shot.calibrated:.1%}" if story.zero_shot else "–",
         f"{look.step:,}" if look else "–",
         f"{story.steps:,}",
@@ -83,12 +83,12 @@ def _compared(story: Story) -> str:
 def _differences(stories: Sequence[Story]) -> str:
     """Only the options in which the runs differ."""
     options = dict.fromkeys(name for story in stories for name in story.config if name != "out")
-    differing = [name for name in options if len({parts.text(story.config.get(name)) for story in stories}) > 1]
+    differing = [name for name in options if len({html.text(story.config.get(name)) for story in stories}) > 1]
     if not differing:
-        return f'{parts.heading("Options that differ")}<p class="soft">None: the runs have the same options.</p>'
+        return f'{html.heading("Options that differ")}<p class="soft">None: the runs have the same options.</p>'
     head = "".join(f"<th>{escape(story.name)}</th>" for story in stories)
     rows = "".join(
-        f"<tr><td>{escape(name)}</td>{''.join(f'<td>{escape(parts.text(s.config.get(name)))}</td>' for s in stories)}</tr>"
+        f"<tr><td>{escape(name)}</td>{''.join(f'<td>{escape(html.text(s.config.get(name)))}</td>' for s in stories)}</tr>"
         for name in differing
     )
-    return f'{parts.heading("Options that differ")}<div class="scroll"><table><tr><th>option</th>{head}</tr>{rows}</table></div>'
+    return f'{html.heading("Options that differ")}<div class="scroll"><table><tr><th>option</th>{head}</tr>{rows}</table></div>'

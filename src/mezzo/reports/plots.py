@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mezzo.files import write_atomically
+from mezzo.journal.atomic_files import write_atomically
 from mezzo.reports.charts import Chart, charts_of, comparison_of
-from mezzo.reports.story import Story
+from mezzo.reports.run_data import Story
 from mezzo.reports.svg import COLOURS, draw
 
 

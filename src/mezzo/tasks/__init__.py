@@ -3,10 +3,10 @@
 A task is data. `get_task` finds one, `load_examples` reads rows for it, `Encoder` turns rows into prompts.
 """
 
-from mezzo.tasks.encode import Encoder
-from mezzo.tasks.load import bundled_data, load_examples
+from mezzo.tasks.encoder import Encoder
+from mezzo.tasks.loading import bundled_data, load_examples
 from mezzo.tasks.registry import get_task, list_tasks
-from mezzo.tasks.sample import k_shot
+from mezzo.tasks.sampling import k_shot
 from mezzo.tasks.task import MLMConfig, Task
 
 __all__ = ["Encoder", "MLMConfig", "Task", "bundled_data", "get_task", "k_shot", "list_tasks", "load_examples"]

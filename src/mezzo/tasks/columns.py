@@ -7,7 +7,7 @@ from typing import Any
 
 from mezzo.errors import DataError
 from mezzo.tasks.labels import Labels
-from mezzo.tasks.read import Cells, Records, Sheet
+from mezzo.tasks.readers import Cells, Records, Sheet
 from mezzo.tasks.task import Task
 
 # Names that mean the same column in the data sets people have.

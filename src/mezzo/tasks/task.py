@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from mezzo.errors import TaskError, nearest
 from mezzo.tasks import templates
-from mezzo.tasks.pieces import Pieces
+from mezzo.tasks.template_ast import Pieces
 from mezzo.types import Example
 
 Family = Literal["masked", "causal"]

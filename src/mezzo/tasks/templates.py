@@ -10,7 +10,17 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from mezzo.errors import TaskError, nearest
-from mezzo.tasks.pieces import MASK, SPECIALS, LabelWord, Literal, Piece, Pieces, Slot, Special, needs_demonstrations
+from mezzo.tasks.template_ast import (
+    MASK,
+    SPECIALS,
+    LabelWord,
+    Literal,
+    Piece,
+    Pieces,
+    Slot,
+    Special,
+    needs_demonstrations,
+)
 
 _SENT = re.compile(r"(\+?)sent([lu]?)(-?)_(\d+)")
 _LABEL = re.compile(r"label(x?)_(\d+)")

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from mezzo import noise
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.sglang.support import TRAINABLE, refuse_space, refuse_tensors
 from mezzo.engines.torch import catalog
-from mezzo.engines.torch.load import load_model
-from mezzo.space import Space, lora_names, select
+from mezzo.engines.torch.loading import load_model
+from mezzo.method import noise
+from mezzo.method.space import Space, lora_names, select
 from mezzo.types import Trained
 
 SAMPLE = tuple(range(4, 12))

@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mezzo import noise, rounding
 from mezzo.engines.sglang.shards import Part
-from mezzo.engines.torch.noise import NoiseSource
-from mezzo.engines.torch.plain import move_values
+from mezzo.engines.torch.weights.noise import NoiseSource
+from mezzo.engines.torch.weights.reference import move_values
 from mezzo.errors import ModelError
+from mezzo.method import noise, rounding
 from mezzo.types import Trained, Update
 
 Array = npt.NDArray[np.generic]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from mezzo.errors import SpaceError
-from mezzo.space import Space
+from mezzo.method.space import Space
 from mezzo.types import Trained
 
 LEAVES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "mid_proj")

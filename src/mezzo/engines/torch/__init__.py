@@ -13,9 +13,9 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
     """The model of `spec` with its trained tensors at the base."""
     import torch
 
-    from mezzo.engines.hub import locate
+    from mezzo.engines.hf_hub import locate
     from mezzo.engines.torch import quantized
-    from mezzo.engines.torch.load import device_of, load_model
+    from mezzo.engines.torch.loading import device_of, load_model
 
     device = device_of(spec.device)
     if spec.threads:

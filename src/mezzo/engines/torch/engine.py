@@ -11,28 +11,30 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from mezzo import noise
 from mezzo.engines.base import Unit
-from mezzo.engines.hub import refuse_pairs
-from mezzo.engines.torch import catalog, fast, last_layer, layers, prefix, trunk
-from mezzo.engines.torch.beginnings import Beginnings
-from mezzo.engines.torch.forward import Forward, is_causal
-from mezzo.engines.torch.generation import continued
-from mezzo.engines.torch.inputs import Rows, pack
-from mezzo.engines.torch.merging import merged
-from mezzo.engines.torch.noise import NoiseSource
-from mezzo.engines.torch.points import Point
-from mezzo.engines.torch.population import Population
+from mezzo.engines.hf_hub import refuse_pairs
+from mezzo.engines.microbatch import by_length, width_of
+from mezzo.engines.torch import catalog
+from mezzo.engines.torch.forward import frozen_cache, last_layer, modules, prefix
+from mezzo.engines.torch.forward.forward import Forward, is_causal
+from mezzo.engines.torch.forward.generation import continued
+from mezzo.engines.torch.forward.inputs import Rows, pack
+from mezzo.engines.torch.forward.population import Population
+from mezzo.engines.torch.forward.probe_point import Point
+from mezzo.engines.torch.forward.shared_prompts import can_share, score_candidates, within_windows
+from mezzo.engines.torch.gpu import install
+from mezzo.engines.torch.initial_values import Beginnings
+from mezzo.engines.torch.merge import merged
 from mezzo.engines.torch.quantized import is_quantized
-from mezzo.engines.torch.shared import can_share, score_candidates, within_windows
-from mezzo.engines.units import by_length, width_of
+from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.errors import JournalError, ModelError, RunFailed, SpaceError, out_of_memory
-from mezzo.space import Space, lora_names, prefix_names, select
+from mezzo.method import noise
+from mezzo.method.space import Space, lora_names, prefix_names, select
 from mezzo.types import Batch, Probe, Question, Scores, TensorInfo, Trained, Update
 
 if TYPE_CHECKING:
-    from mezzo.engines.torch.ahead import Ahead
-    from mezzo.engines.torch.graphs import Graphs
+    from mezzo.engines.torch.gpu.graphs import Graphs
+    from mezzo.engines.torch.gpu.pipeline import Ahead
 
 
 class TorchEngine:
@@ -86,16 +88,16 @@ class TorchEngine:
             compute,
         )
         # Before the trained tensors take their places: no plain forward runs on a CPU once weights are of sixteen bits.
-        self.trunk = trunk.find(model, self._moving(), self._tiny_inputs(), int(cache_mb * trunk.MIB))
+        self.trunk = frozen_cache.find(model, self._moving(), self._tiny_inputs(), int(cache_mb * frozen_cache.MIB))
         self._adopt()
         self.graphs: Graphs | None = None
         self.at_close: Callable[[], None] = lambda: None
         self.ahead: Ahead | None = None
         self._expected: Callable[[], Question] | None = None
         self._laid_out: tuple[Batch, list[Rows]] | None = None
-        layers.attach(self.model, self.population, space.scaling)
+        modules.attach(self.model, self.population, space.scaling)
         prefix.attach(self.model, self.population, self.stated.get)
-        fast.attach(self, space.scaling)
+        install.attach(self, space.scaling)
         last_layer.attach(self.model, self.population, self.trunk.layers if self.trunk else ())
         self.forward = Forward(self.model, self.population, self.trunk, self.device, self.causal)
 
@@ -266,7 +268,7 @@ class TorchEngine:
 
     def check(self, batch: Batch, eps: float) -> None:
         """Refuse a model that the population forward gets wrong, or a space that no perturbation can train."""
-        from mezzo.engines.torch.check import self_check
+        from mezzo.engines.torch.self_check import self_check
 
         self.settle()
         self_check(self, batch, eps)

@@ -1,0 +1,1 @@
+"""SGLang started by this process."""

@@ -1,0 +1,1 @@
+"""SGLang servers that somebody else started, by URL."""

@@ -1,0 +1,1 @@
+"""One forward pass for several points in weight space."""

@@ -1,0 +1,199 @@
+"""One forward for several points in weight space: who the members are, and their weights, made just in time.
+
+Members are stacked in the batch dimension, member by member: activations are [P·B, …]. The trained tensors live here. Small
+ones (LoRA factors, norms, biases) share one flat buffer, so that perturbing and updating all of them is a handful of operations;
+large matrices are perturbed one at a time into scratch that all layers share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mezzo.engines.torch.forward.probe_point import Move, Point
+from mezzo.engines.torch.weights.flat_buffer import flats_of, is_large
+from mezzo.engines.torch.weights.noise import NoiseSource
+from mezzo.engines.torch.weights.reference import Plain
+from mezzo.errors import ModelError
+from mezzo.types import Probe, Trained, Update
+
+
+class Population:
+    """The trained tensors and, while a forward runs, the members' versions of them.
+
+    Tensors keep the type they come with. `compute` is the type of the activations: members of large matrices are made in it,
+    members of everything small in float32, because a step of ε would vanish in sixteen bits beside a gain of one.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[tuple[Trained, Tensor]],
+        source: NoiseSource,
+        frozen: Mapping[str, Tensor] | None = None,
+        compute: torch.dtype = torch.float32,
+    ) -> None:
+        self.work = worker(source, compute)
+        self.compute = compute
+        self.frozen = dict(frozen or {})  # LoRA factors that take part in the forward but are not trained
+        self.trained = {trained.name: trained for trained, _ in tensors}
+        self.large = {t.name: v.detach().contiguous() for t, v in tensors if is_large(t, v)}
+        self.flats = flats_of([(t, v) for t, v in tensors if t.name not in self.large])
+        self._views = {slot.trained.name: flat.view(slot) for flat in self.flats for slot in flat.slots}
+        self.scratch = torch.empty(0)
+        self._small: dict[str, Tensor] | None = None
+        self.point = Point((), source.device)
+        self.rows = 0
+        self.length = 0
+        self.diverged = False
+        """True while members read tokens of their own: text that each of them generated."""
+        self.words: Tensor | None = None
+        self.trims = True
+        """False: every layer computes every position, as the model's own code does."""
+        self.gather: Tensor | None = None
+        """[P·B, k]: the positions that are read; whoever trims the hidden states to them sets it to None."""
+
+    @property
+    def source(self) -> NoiseSource:
+        return self.work.source
+
+    # ---- the weights themselves
+
+    def value(self, name: str) -> Tensor:
+        """The unperturbed tensor."""
+        for held in (self.large, self._views, self.frozen):
+            if name in held:
+                return held[name]
+        raise KeyError(name)
+
+    def replay(self, updates: Sequence[Update]) -> None:
+        """One update after the other; each ends a step, so its noise is not needed again."""
+        for update in updates:
+            if not update.empty:
+                self.apply(update)
+            self.source.forget()
+
+    def apply(self, update: Update) -> None:
+        """θ ← keep·θ − Σ c·z, to the rounding that `plain` states."""
+        self.move(Move(update, self.source.device))
+
+    def move(self, move: Move) -> None:
+        for flat in self.flats:
+            self.work.move_small(flat, move)
+        self.work.move_all([(self.trained[name], tensor) for name, tensor in self.large.items()], move)
+
+    # ---- the members of a forward
+
+    @contextlib.contextmanager
+    def at(self, point: Sequence[Probe] | Point) -> Iterator[None]:
+        """Forwards inside compute every row block at its own probe."""
+        self.point = point if isinstance(point, Point) else Point(tuple(point), self.source.device)
+        if self.perturbed:
+            self.work.begin(self.point)
+        try:
+            yield
+        finally:
+            self.diverged, self.point = False, Point((), self.source.device)
+            self._small, self.rows, self.length, self.words, self.gather = None, 0, 0, None, None
+
+    @property
+    def probes(self) -> tuple[Probe, ...]:
+        return self.point.probes
+
+    def take_readout(self) -> Tensor | None:
+        """The positions that are read, for the one who trims the hidden states to them."""
+        taken, self.gather = (self.gather, None) if self.trims else (None, self.gather)
+        return taken
+
+    @property
+    def members(self) -> int:
+        return len(self.point.probes)
+
+    @property
+    def perturbed(self) -> bool:
+        return bool(self.point.seeds)
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return self.point.seeds
+
+    def member(self, name: str) -> Tensor:
+        """[P, *shape] of a small tensor in float32; one row, seen P times, when nothing is perturbed."""
+        if self.perturbed and self._small is None:
+            self._small = self._small_members()
+        if self._small and name in self._small:
+            return self._small[name]
+        value = self.value(name).float()
+        return value.expand(self.members, *value.shape)
+
+    def member_matrix(self, name: str) -> Tensor:
+        """[P, *shape] of a large tensor, in scratch that all layers share: use it before asking for another."""
+        out = self._room(self.large[name])
+        self.work.members(self.trained[name], self.large[name], self.point, out)
+        return out
+
+    def joint_matrix(self, names: Sequence[str], value: Tensor) -> Tensor:
+        """The same for dense matrices of one shape that lie below each other in `value`, in one go."""
+        out = self._room(value)
+        self.work.joint_members([self.trained[name] for name in names], value, self.point, out)
+        return out
+
+    def _room(self, value: Tensor) -> Tensor:
+        count = self.members * value.numel()
+        if self.scratch.numel() < count:
+            self.scratch = torch.empty(0)  # let go of the smaller one first
+            self.scratch = torch.empty(count, device=value.device, dtype=self.compute)
+        return self.scratch[:count].view(self.members, *value.shape)
+
+    def member_rows(self, name: str, ids: Tensor) -> Tensor:
+        """[P, *ids.shape, width] in float32: rows of a matrix at each member, without perturbing the rest of it."""
+        trained = self.trained[name]
+        if name not in self.large:
+            return self.member(name)[:, ids]
+        if not self.perturbed:
+            picked = self.large[name][ids].float()
+            return picked.expand(self.members, *picked.shape)
+        return self.work.moved_rows(trained, self.large[name], ids, self.point)
+
+    def factor_scales(self, rank: int) -> Tensor:
+        """[P, K] scales of the integer products U·Vᵀ."""
+        return self.point.scales * (1 / rank**0.5)
+
+    def split(self, tensor: Tensor, module: str) -> Tensor:
+        """[P·B, …] → [P, B, …]. A leading 1 (a position table) is the same row for everyone, and sequences may come
+        flattened into rows (OPT): [P·B·L, …] → [P, B·L, …]."""
+        lead = self.members * self.rows
+        if tensor.shape[0] == 1 and lead != 1:
+            return tensor.expand(lead, *tensor.shape[1:]).reshape(self.members, self.rows, *tensor.shape[1:])
+        if tensor.shape[0] == lead * self.length and tensor.ndim == 2:
+            return tensor.reshape(self.members, self.rows * self.length, *tensor.shape[1:])
+        if tensor.shape[0] != lead:
+            raise ModelError(
+                f"{module} gets an input of leading size {tensor.shape[0]} where {lead} rows were expected; "
+                "this architecture cannot be perturbed in one forward"
+            )
+        return tensor.reshape(self.members, self.rows, *tensor.shape[1:])
+
+    def _small_members(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for flat in self.flats:
+            values = self.work.small_members(flat, self.point)
+            for slot in flat.slots:
+                block = values[:, slot.start : slot.start + slot.count]
+                found[slot.trained.name] = block.reshape(self.members, *slot.trained.shape)
+        return found
+
+
+def worker(source: NoiseSource, compute: torch.dtype) -> Plain:
+    """Kernels where there is a GPU and Triton to write them in, plain torch elsewhere: the same weights bit for bit."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # kernels on a CPU, for tests
+    if (source.device.type == "cuda" or interpreted) and importlib.util.find_spec("triton") is not None:
+        from mezzo.engines.torch.gpu.fused import DeviceNoise
+        from mezzo.engines.torch.gpu.graph_noise import OnDevice
+
+        return OnDevice(DeviceNoise(source.kind, source.device), compute)
+    return Plain(source)

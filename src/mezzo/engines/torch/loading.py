@@ -1,0 +1,118 @@
+"""Weights of a Hugging Face model, checked: nothing the task needs may be random by accident."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzo.engines.hf_hub import Family, fetched, load_config, quiet
+from mezzo.engines.torch.catalog import is_pooler
+from mezzo.engines.torch.checkpoint_size import weighed
+from mezzo.errors import ConfigError, ModelError
+from mezzo.method import noise
+
+
+def load_model(
+    name: str,
+    family: Family,
+    *,
+    classes: int = 0,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    remote_code: bool = False,
+    quantize: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """The model in eval mode; with `classes`, a classification head whose fresh weights depend on `seed` alone.
+
+    `quantize` is what `quantized.settings` says.
+    """
+    import transformers
+
+    if classes:
+        auto: Any = transformers.AutoModelForSequenceClassification
+        extra: dict[str, Any] = {"num_labels": classes}
+    else:
+        auto = transformers.AutoModelForMaskedLM if family == "masked" else transformers.AutoModelForCausalLM
+        extra = {}
+    config = load_config(name, remote_code)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"{name} is stored quantised: give the checkpoint it was made from, and --quantize 4bit or 8bit"
+        )
+    extra |= quantize or {}
+    with quiet():
+        model, report = fetched(
+            name,
+            lambda path, **how: auto.from_pretrained(
+                weighed(path, auto, name, None if remote_code else config),
+                dtype=dtype,
+                output_loading_info=True,
+                use_safetensors=True,
+                trust_remote_code=remote_code,
+                **extra,
+                **how,
+            ),
+        )
+    _fill_missing(model, sorted(report["missing_keys"]), name, seed, fresh_head=bool(classes))
+    model.eval()
+    model.requires_grad_(False)
+    return model  # type: ignore[no-any-return]
+
+
+def _fill_missing(model: nn.Module, missing: list[str], name: str, seed: int, fresh_head: bool) -> None:
+    """A missing LM head would be random weights that look trained: refuse it. A fresh classification head is our own."""
+    base = getattr(model, "base_model_prefix", "")
+    strange = [key for key in missing if not fresh_head or (key.startswith(base + ".") and not is_pooler(key))]
+    if strange:
+        shown = ", ".join(strange[:3]) + (" …" if len(strange) > 3 else "")
+        whole = "that holds the whole model" if fresh_head else "saved with its LM head"
+        raise ModelError(f"{name} lacks weights that this task needs ({shown}); use a checkpoint {whole}")
+    with torch.no_grad():
+        for key in missing:
+            parameter = model.get_parameter(key)
+            if parameter.ndim < 2:
+                parameter.fill_(float(_is_gain(model, key)))
+                continue
+            values = noise.dense("gaussian", seed, f"init/{key}", 0, parameter.numel())
+            parameter.copy_(torch.from_numpy(values).view(parameter.shape).mul_(0.02))
+
+
+def _is_gain(model: nn.Module, key: str) -> bool:
+    """What a norm multiplies by: of zeros nothing would come through."""
+    owner, _, own = key.rpartition(".")
+    return own != "bias" and "norm" in type(model.get_submodule(owner)).__name__.lower()
+
+
+def device_of(name: str) -> torch.device:
+    """The device by name; `auto` is a GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was asked for, but torch {torch.__version__} sees no GPU; use --device cpu")
+    try:
+        if torch.device(name).type not in ("cpu", "cuda", "mps", "xpu"):
+            raise RuntimeError(f"{name} is no device to compute on")
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def warm() -> None:
+    """Import what loading any model imports: for a process whose forks will load one."""
+    for name in (
+        "modeling_utils",
+        "modeling_layers",
+        "processing_utils",
+        "generation.utils",
+        "models.auto.modeling_auto",
+    ):
+        importlib.import_module(f"transformers.{name}")
+
+
+def gpus() -> int:
+    """How many GPUs there are to share out among workers."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

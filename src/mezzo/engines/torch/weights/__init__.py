@@ -1,0 +1,1 @@
+"""Noise, perturbation and update of the trained tensors in plain torch: the reference."""

@@ -1,0 +1,157 @@
+"""How good a model is on examples: metric, confidence interval, and the calibrated figure that honest gains are stated over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mezzo.engines.base import Engine
+from mezzo.errors import DataError
+from mezzo.evaluation.rewards import Decode, Rewarded, exact_match, text_f1
+from mezzo.method import noise
+from mezzo.method.objectives import METRICS, cross_entropy, log_sum_exp
+from mezzo.types import Batch, Probe, Prompt, Readout
+
+Z95 = 1.959964
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Evaluation:
+    """A model on a set of examples. `metric` names `value`; `interval` is its 95% confidence interval."""
+
+    metric: str
+    value: float
+    interval: tuple[float, float]
+    accuracy: float
+    loss: float
+    n: int
+    calibrated: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__} | {"interval": list(self.interval)}
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{self.metric} {self.value:.1%} [{low:.1%}, {high:.1%}] on {self.n} examples"
+
+    def __repr__(self) -> str:
+        return f"<{self}, loss {self.loss:.4f}, calibrated {self.calibrated:.1%}>"
+
+
+def rank(value: float, loss: float, step: int) -> tuple[float, float, int]:
+    """What the best checkpoint has most of: a high figure; among equal ones, as few dev examples give them, a low loss."""
+    return value, -loss if math.isfinite(loss) else -math.inf, -step
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """An evaluation with what it was made from: scores[B, C] or generated texts, and which examples were right."""
+
+    evaluation: Evaluation
+    right: tuple[bool, ...]
+    scores: npt.NDArray[np.float64] | None = None
+    texts: tuple[str, ...] | None = None
+
+
+def scores_of(engine: Engine, prompts: Sequence[Prompt], readout: Readout) -> npt.NDArray[np.float64]:
+    """scores[B, C] of the unperturbed model."""
+    return engine.score(Batch(tuple(prompts), readout), [Probe()])[0].astype(np.float64)
+
+
+def evaluate(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    readout: Readout,
+    metric: str = "accuracy",
+    more: Sequence[Sequence[Prompt]] = (),
+) -> Examined:
+    """Evaluate labelled prompts; `more` are the same examples with other demonstrations, whose scores are averaged in."""
+    if not prompts:
+        raise DataError("there are no examples to evaluate")
+    batch = Batch(tuple(prompts), readout)
+    scores = scores_of(engine, prompts, readout)
+    if more:
+        drawn = [scores, *(scores_of(engine, others, readout) for others in more)]
+        scores = np.mean([each - log_sum_exp(each) for each in drawn], axis=0)
+    right = scores.argmax(axis=1) == batch.labels
+    return Examined(judged(scores, batch, metric), tuple(right.tolist()), scores)
+
+
+def evaluate_texts(
+    engine: Engine, prompts: Sequence[Prompt], readout: Readout, decode: Decode, max_new_tokens: int
+) -> Examined:
+    """Evaluate generated answers: mean F1 of words, with exact match as the accuracy and the answers' LM loss."""
+    if not prompts:
+        raise DataError("there are no examples to evaluate")
+    batch = Batch(tuple(prompts), readout)
+    loss = float(cross_entropy(engine.score(batch, [Probe()]), batch)[0])
+    texts = Rewarded(engine, decode, text_f1, max_new_tokens).texts(batch, [Probe()])[0]
+    values = np.array([text_f1(text, prompt) for text, prompt in zip(texts, prompts, strict=True)])
+    exact = [exact_match(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
+    half = Z95 * float(values.std()) / math.sqrt(len(values))
+    mean = float(values.mean())
+    interval = (max(0.0, mean - half), min(1.0, mean + half))
+    found = Evaluation("f1", mean, interval, float(np.mean(exact)), loss, len(values), mean)
+    return Examined(found, tuple(bool(one) for one in exact), texts=tuple(texts))
+
+
+def judged(scores: npt.NDArray[np.float64], batch: Batch, metric: str) -> Evaluation:
+    """Figures from scores[B, C]."""
+    labels, predicted = batch.labels, scores.argmax(axis=1)
+    loss = float(cross_entropy(scores[None].astype(np.float32), batch)[0])
+    accuracy = METRICS["accuracy"](predicted, labels, scores.shape[1])
+    value = METRICS[metric](predicted, labels, scores.shape[1])
+    interval = (
+        wilson(accuracy, len(labels)) if metric == "accuracy" else bootstrap(predicted, labels, metric, scores.shape[1])
+    )
+    return Evaluation(
+        metric, value, interval, accuracy, loss, len(labels), METRICS[metric](balanced(scores), labels, scores.shape[1])
+    )
+
+
+def probabilities(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return np.exp(scores - log_sum_exp(scores))
+
+
+def balanced(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """Predictions after removing the prompt's prior: every label is predicted equally often on these unlabelled examples.
+
+    With two labels the threshold moves to the median of the margins. With more, an offset per label is found by moving each
+    label's offset against its surplus, in ever smaller steps.
+    """
+    if not np.isfinite(scores).all():  # ragged candidates have no common prior to remove
+        return scores.argmax(axis=1)
+    count, labels = scores.shape
+    if labels == 2:
+        margins = scores[:, 1] - scores[:, 0]
+        return (margins > np.median(margins)).astype(np.int64)
+    offsets = -scores.mean(axis=0)
+    pace = float(scores.std()) or 1.0
+    for round_ in range(500):
+        share = np.bincount((scores + offsets).argmax(axis=1), minlength=labels) / count
+        offsets -= pace / math.sqrt(1 + round_) * (share - 1 / labels)
+    return (scores + offsets).argmax(axis=1)
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Wilson's 95% interval of a share."""
+    centre = share + Z95**2 / (2 * count)
+    spread = Z95 * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
+    scale = 1 + Z95**2 / count
+    return (max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale))
+
+
+def bootstrap(
+    predicted: npt.NDArray[np.int64], labels: npt.NDArray[np.int64], metric: str, classes: int = 0, rounds: int = 1000
+) -> tuple[float, float]:
+    """Percentile interval of a metric over resampled examples; the resampling is fixed."""
+    count = len(labels)
+    draws = noise.words(0, "bootstrap", 0, rounds * count).reshape(rounds, count) % np.uint64(count)
+    values = [METRICS[metric](predicted[draw], labels[draw], classes) for draw in draws.astype(np.int64)]
+    low, high = np.quantile(values, [0.025, 0.975])
+    return float(low), float(high)

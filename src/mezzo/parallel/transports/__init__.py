@@ -1,0 +1,1 @@
+"""How a driver reaches its workers: local processes, Ray actors, ranks of torchrun."""

@@ -1,0 +1,1 @@
+"""Weights from the base model and a journal, bit for bit."""

@@ -1,0 +1,111 @@
+"""Weights = base + journal: bring an engine to any position of a journal, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mezzo.engines.base import Engine, Workers
+from mezzo.errors import JournalError
+from mezzo.journal.journal import Content
+from mezzo.replay.prefix_start import taken_up
+from mezzo.replay.snapshots import Snapshots, Tensors
+from mezzo.types import Update
+
+REPLAY = 1000  # updates handed to the engine at once
+
+
+def check_base(engine: Engine, content: Content) -> None:
+    """Refuse to replay a journal on a model it was not written for; put a fresh engine where the run began."""
+    expected = content.header.get("base")
+    if engine.base_digest != expected:
+        raise JournalError(
+            f"{content.path} was written for a base model with digest {str(expected)[:12]}…, this one has "
+            f"{engine.base_digest[:12]}…: the base model has changed"
+        )
+    named = [(t.name, list(t.shape)) for t in engine.trained]
+    listed = content.header.get("tensors")
+    rows = [row for row in listed if isinstance(row, dict)] if isinstance(listed, list) else []
+    if named != [(row.get("name"), row.get("shape")) for row in rows]:
+        raise JournalError(f"{content.path} trains other tensors than this configuration selects")
+    taken_up(engine, content.header, content.path)
+
+
+def bring_to(engine: Engine, content: Content, at: int, snapshots: Snapshots | None = None) -> None:
+    """From the base (a fresh engine) to the weights after `at` steps; the newest sound snapshot before it shortens the way."""
+    records = content.records
+    if not 0 <= at <= len(records):
+        raise JournalError(f"the journal holds steps 0 to {len(records)}; there is no step {at}")
+    updates = [record.update for record in records[:at]]
+    if isinstance(engine, Workers):
+        engine.go_to(updates, content.marks, str(snapshots.folder) if snapshots else None)
+    else:
+        replay(engine, updates, content.marks, snapshots)
+
+
+def replay(
+    engine: Engine, updates: Sequence[Update], marks: Mapping[int, str], snapshots: Snapshots | None = None
+) -> None:
+    """Apply a journal's updates; with snapshots, which belong to a way from the base, only those behind the newest."""
+    start = _from_snapshot(engine, len(updates), marks, snapshots) if snapshots else 0
+    for first in range(start, len(updates), REPLAY):
+        engine.apply(updates[first : first + REPLAY])
+
+
+def _from_snapshot(engine: Engine, at: int, marks: Mapping[int, str], snapshots: Snapshots) -> int:
+    """The newest snapshot whose digest is the one the journal recorded at that step; its own word is not enough."""
+    initial: Tensors | None = None
+    for step in snapshots.steps():
+        if step > at or step not in marks or (found := snapshots.load(step)) is None:
+            continue
+        initial = initial or engine.state()
+        tensors, _ = found
+        try:
+            engine.load_state(tensors)
+        except JournalError:
+            continue
+        if engine.digest() == marks[step]:
+            return step
+    if initial:
+        engine.load_state(initial)
+    return 0
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Verified:
+    """What `mezzo verify` found: the digest of the rebuilt weights against the recorded one."""
+
+    steps: int
+    digest: str
+    recorded: str
+    torn: int
+
+    @property
+    def ok(self) -> bool:
+        return self.digest == self.recorded
+
+    def __str__(self) -> str:
+        torn = f" ({self.torn} torn bytes at the end are ignored)" if self.torn else ""
+        if self.ok:
+            return f"ok: {self.steps} steps rebuild to {self.digest[:16]}, as recorded{torn}"
+        return f"MISMATCH at step {self.steps}: rebuilt {self.digest[:16]}, recorded {self.recorded[:16]}{torn}"
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
+
+def verify(engine: Engine, content: Content) -> Verified:
+    """Rebuild from the base model alone, without snapshots, and compare at every recorded mark."""
+    check_base(engine, content)
+    marks = sorted(step for step in content.marks if step <= content.steps)
+    if not marks:
+        raise JournalError(
+            f"{content.path} records no digest yet: the run was cut off before its first mark; resume it first"
+        )
+    position, digest = 0, ""
+    for mark in marks:
+        engine.apply([record.update for record in content.records[position:mark]])
+        position, digest = mark, engine.digest()
+        if digest != content.marks[mark]:
+            break
+    return Verified(position, digest, content.marks[position], content.torn)

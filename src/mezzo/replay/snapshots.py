@@ -1,0 +1,52 @@
+"""Trained tensors on disk at some journal positions: a cache. Deleting them loses nothing but time."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from mezzo.errors import JournalError
+from mezzo.journal.atomic_files import write_atomically
+
+NAME = re.compile(r"step-(\d{9})\.safetensors$")
+Tensors = dict[str, npt.NDArray[np.generic]]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshots:
+    """The snapshot folder of a run."""
+
+    folder: Path
+
+    def save(self, step: int, tensors: Tensors, digest: str, keep: tuple[int, ...] = ()) -> None:
+        """Write one, then drop all but it and those at the steps in `keep`."""
+        from safetensors.numpy import save
+
+        data = save(dict(tensors), metadata={"step": str(step), "digest": digest})
+        write_atomically(self.path(step), data)
+        for other in self.steps():
+            if other != step and other not in keep:
+                self.path(other).unlink(missing_ok=True)
+
+    def load(self, step: int) -> tuple[Tensors, str] | None:
+        """Tensors and the digest they were saved with; None when the file is missing or broken."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.path(step), framework="numpy") as file:
+                metadata = file.metadata() or {}
+                return {name: file.get_tensor(name) for name in file.keys()}, metadata.get("digest", "")  # noqa: SIM118
+        except (OSError, SafetensorError, ValueError, KeyError, JournalError):
+            return None
+
+    def steps(self) -> list[int]:
+        """Steps with a snapshot, newest first."""
+        found = (NAME.match(path.name) for path in self.folder.glob("step-*.safetensors"))
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:09d}.safetensors"

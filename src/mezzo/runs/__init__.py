@@ -1,0 +1,1 @@
+"""A run from its configuration to its result: setup, training loop, folder, exports."""

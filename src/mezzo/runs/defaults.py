@@ -1,0 +1,95 @@
+"""Settings that depend on the model and the space: the published grids, and what each bundled model ships beside its weights."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from mezzo.config import RunConfig, from_mapping
+from mezzo.engines.hf_hub import BUNDLED
+from mezzo.errors import ConfigError, ModelError
+
+STEPS = 1000
+BATCH = {"masked": 64, "causal": 16}
+
+# Middle of the published grids for RoBERTa-large (masked) and OPT (causal). A head is small and its loss smooth.
+PUBLISHED: dict[tuple[str, str], dict[str, float]] = {
+    ("masked", "full"): {"lr": 1e-6, "eps": 1e-3, "weight_decay": 0.0},
+    ("masked", "matrices"): {"lr": 1e-6, "eps": 1e-3, "weight_decay": 0.0},
+    ("masked", "lora"): {"lr": 5e-5, "eps": 1e-3, "weight_decay": 0.1},
+    ("masked", "prefix"): {"lr": 5e-3, "eps": 1e-1, "weight_decay": 0.0},
+    ("masked", "head"): {"lr": 1e-4, "eps": 1e-3, "weight_decay": 0.0},
+    ("causal", "full"): {"lr": 1e-6, "eps": 1e-3, "weight_decay": 0.0},
+    ("causal", "matrices"): {"lr": 1e-6, "eps": 1e-3, "weight_decay": 0.0},
+    ("causal", "lora"): {"lr": 1e-4, "eps": 1e-2, "weight_decay": 0.0},
+    ("causal", "prefix"): {"lr": 1e-2, "eps": 1e-1, "weight_decay": 0.0},
+    ("causal", "head"): {"lr": 1e-4, "eps": 1e-3, "weight_decay": 0.0},
+}
+
+# In bfloat16 a matrix W ± εz made in scratch realises z with an error of an eighth at ε = 1e-3 (weights about 0.02); the
+# low-rank term is added to activations instead. LoRA factors are float32, and their noise is dense.
+NOISE = {"float32": "rademacher", "float16": "rademacher", "bfloat16": "lowrank"}
+
+
+SERVED = ("lora", "matrices")
+"""Spaces that SGLang trains: what it takes from outside are adapters, and matrices in place."""
+SUITABLE = ("lr", "eps", "weight_decay", "schedule", "batch_size", "steps")
+SETTINGS = "mezzo.json"
+"""The file beside a model's weights that says what suits it."""
+
+
+def shipped(model: str) -> dict[str, Any]:
+    """What the `mezzo.json` of a bundled model, or of a model folder, says by space; empty where there is none."""
+    bundled = model.startswith(BUNDLED)
+    folder = resources.files("mezzo") / "bundled" / "models" / model.removeprefix(BUNDLED) if bundled else Path(model)
+    file = folder / SETTINGS
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ConfigError("it must hold an object of settings by space")
+        return {name: _checked(name, value) for name, value in found.items()}
+    except (OSError, ValueError, RecursionError, ConfigError) as error:
+        raise ModelError(f"{file} cannot be used: {error}; mend or delete it") from None
+
+
+def _checked(name: str, values: Any) -> Any:
+    """The usual space, or a space's settings as options of a run: a folder may come from a stranger."""
+    if name == "space":
+        if not isinstance(values, str):
+            raise ConfigError(f"'space' must be the name of one, not {json.dumps(values)}")
+        return values
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name!r} must be an object of settings, not {json.dumps(values)}")
+    if strange := sorted(set(values) - set(SUITABLE)):
+        raise ConfigError(f"{', '.join(strange)} cannot be set there, only {', '.join(SUITABLE)}")
+    named = {name: value for name, value in values.items() if value is not None}
+    return {name: getattr(from_mapping(named), name) for name in named}
+
+
+def with_defaults(config: RunConfig, family: str) -> RunConfig:
+    """Every `None` among the method's options replaced: the bundled model's choice, else the published one."""
+    ours = shipped(config.model)
+    served = config.engine == "sglang"
+    usual = ours.get("space", "lora")
+    asked: str = config.space or ("lora" if served and usual not in SERVED else usual)
+    config = config.replace(space=asked)
+    space = asked if (family, asked) in PUBLISHED else "full"
+    adapters = served and asked == "matrices"  # its probes are adapters there, which are low-rank
+    chosen: dict[str, Any] = {
+        "steps": STEPS,
+        "schedule": "constant",
+        "noise": "lowrank" if adapters else NOISE[config.dtype],
+        "batch_size": BATCH[family],
+        **PUBLISHED[family, space],
+    }
+    chosen |= ours.get(asked, {})
+    missing = {name: value for name, value in chosen.items() if getattr(config, name) is None}
+    config = config.replace(**missing)
+    if config.eval_every is None:
+        assert config.steps is not None
+        config = config.replace(eval_every=max(1, config.steps // 10))
+    return config

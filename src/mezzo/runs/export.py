@@ -1,0 +1,115 @@
+"""A run in layouts that others load: a PEFT adapter, or a whole Hugging Face model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mezzo.engines.base import Engine
+from mezzo.engines.hf_hub import quiet
+from mezzo.errors import ConfigError
+from mezzo.journal.atomic_files import explained
+from mezzo.runs.defaults import SETTINGS, shipped
+
+
+def export_adapter(engine: Any, parts: Any, out: Path, card: str) -> None:
+    """What was trained, without the base model: LoRA for PEFT, a prefix for `load_prefix`."""
+    write = {"lora": _export_lora, "prefix": _export_prefix}.get(engine.space.kind)
+    if write is None:
+        raise ConfigError(
+            f"only LoRA and prefix runs have an adapter; this one trained {engine.space.kind!r}: export the model instead"
+        )
+    with _staged(out, card) as folder:
+        write(engine, parts, folder)
+
+
+def _export_lora(engine: Any, parts: Any, folder: Path) -> None:
+    """LoRA tensors as PEFT reads them (`adapter_config.json`, `adapter_model.safetensors`)."""
+    from safetensors.numpy import save
+
+    tensors = {f"base_model.model.{name}": np.ascontiguousarray(value) for name, value in _whole_pairs(engine).items()}
+    modules = sorted({name.split(".lora_")[0] for name in _whole_pairs(engine)})
+    settings = {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": parts.config.model,
+        "r": engine.space.rank,
+        "lora_alpha": engine.space.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": modules,
+        "inference_mode": True,
+        "fan_in_fan_out": bool(engine.transposed),
+    }
+    (folder / "adapter_model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
+    _write_json(folder / "adapter_config.json", settings)
+
+
+def _export_prefix(engine: Any, parts: Any, folder: Path) -> None:
+    """PEFT would put a prefix into the key-value cache, where it moves every token to another position: not the same model."""
+    from safetensors.numpy import save
+
+    tensors = {name: np.ascontiguousarray(value) for name, value in _whole_pairs(engine).items()}
+    settings = {"format": PREFIX_FORMAT, "base_model_name_or_path": parts.config.model, "tokens": engine.space.tokens}
+    (folder / "prefix.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
+    _write_json(folder / "prefix_config.json", settings)
+
+
+def load_prefix(model: Any, folder: str | Path) -> Any:
+    """Put an exported prefix on a Hugging Face model, in place: its forward and `generate` then use it. Returns the model."""
+    from mezzo.engines.torch.prefix_adapter import put_prefix
+
+    put_prefix(model, Path(folder), PREFIX_FORMAT)
+    return model
+
+
+def export_model(engine: Any, parts: Any, out: Path, card: str) -> None:
+    """The whole model with the trained tensors in place, its tokenizer, its card and the settings of its base."""
+    with _staged(out, card) as folder:
+        with quiet():
+            engine.merged().save_pretrained(folder)
+            parts.tokenizer.save_pretrained(folder)
+        if settings := shipped(parts.config.model):
+            _write_json(folder / SETTINGS, settings)
+
+
+@contextlib.contextmanager
+def _staged(out: Path, card: str) -> Iterator[Path]:
+    """A folder to write an export into, which becomes `out`, its card with it, when all is written: complete or absent."""
+    _refuse_used(out)
+    with explained(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))  # nobody can have left a link there
+        staging.chmod(0o755)
+        try:
+            yield staging
+            (staging / "README.md").write_text(card, encoding="utf-8")
+            staging.replace(out)  # an empty folder may be replaced, and _refuse_used has seen that it is one
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _whole_pairs(engine: Any) -> dict[str, Any]:
+    frozen = {name: value.cpu().numpy() for name, value in engine.population.frozen.items()}
+    return {**engine.state(), **frozen}
+
+
+def _refuse_used(out: Path) -> None:
+    """Never write over what is there: it may be a run, or the base model."""
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+        raise ConfigError(f"{out} exists already; choose another --out, or remove it first")
+
+
+PREFIX_FORMAT = "mezzo-prefix-1"
+EXPORTS: dict[str, Callable[[Engine, Any, Path, str], None]] = {"adapter": export_adapter, "model": export_model}

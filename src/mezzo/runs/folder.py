@@ -1,0 +1,225 @@
+"""A run folder and what came out of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from mezzo.errors import ConfigError, JournalError, RunFailed
+from mezzo.journal.atomic_files import explained, finite, refuse_links, write_all, write_atomically
+from mezzo.journal.journal import NAME as JOURNAL
+from mezzo.replay.snapshots import Snapshots
+
+METRICS = "metrics.jsonl"
+WORKERS = "workers"
+CONFIG = "config.json"
+MISTAKES = "mistakes.jsonl"
+FILES = (JOURNAL, METRICS, CONFIG, MISTAKES, "snapshots")
+LONGEST_NAME = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The result of a run. `value`, `interval` and both zero-shot figures are of `metric`, as fractions of one."""
+
+    out: str
+    steps: int
+    metric: str = "accuracy"
+    value: float | None = None
+    accuracy: float | None = None
+    interval: tuple[float, float] | None = None
+    zero_shot: float | None = None
+    zero_shot_calibrated: float | None = None
+    best_step: int = 0
+    tested_on: str = "test"
+    n_test: int = 0
+    zero_slope_share: float = 0.0
+    skipped_steps: int = 0
+    digest: str = ""
+    seconds: float = 0.0
+    forward_passes: int = 0
+    stopped: str = ""
+    warnings: tuple[str, ...] = field(default=())
+    workers: dict[str, Any] | None = None
+    """What working in parallel took: their number, bytes, the share of time they waited, and how many were lost."""
+    verdict: str = ""
+    memory_mib: int = 0
+
+    @property
+    def journal(self) -> Path:
+        return Path(self.out) / JOURNAL
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in self.__slots__}
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<22} {value}" for name, value in self.table())
+
+    __repr__ = __str__
+
+    def table(self) -> list[tuple[str, str]]:
+        """The summary as (what, figure) rows."""
+        rows = [("run", self.out), ("steps", f"{self.steps} ({self.stopped})")]
+        if self.value is not None:
+            low, high = self.interval or (self.value, self.value)
+            for name, value in (("zero-shot", self.zero_shot), ("calibrated zero-shot", self.zero_shot_calibrated)):
+                rows += [(name, f"{value:.1%}")] if value is not None else []
+            at = "" if self.best_step == self.steps else f", at step {self.best_step}"
+            rows.append(
+                (
+                    f"{self.tested_on} {self.metric}",
+                    f"{self.value:.1%}  95% [{low:.1%}, {high:.1%}], n={self.n_test}{at}",
+                )
+            )
+        rows.append(("zero slopes", f"{self.zero_slope_share:.1%} of steps"))
+        if self.skipped_steps:
+            rows.append(("skipped steps", str(self.skipped_steps)))
+        rows.append(("time", f"{self.seconds:.0f} s, {self.forward_passes} forward passes"))
+        if self.workers:
+            rows.append(("workers", _workers_row(self.workers)))
+        rows += [("memory", f"{self.memory_mib:,} MiB at most")] if self.memory_mib else []
+        rows.append(("digest", self.digest[:16]))
+        rows += [("verdict", self.verdict)] if self.verdict else []
+        return [*rows, ("report", f"mezzo report {self.out}")]
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        rows = (f"<tr><th style='text-align:left'>{escape(a)}</th><td>{escape(b)}</td></tr>" for a, b in self.table())
+        return f"<table>{''.join(rows)}</table>"
+
+
+class Folder:
+    """A run's files. Everything in it is written by this class, the journal and the snapshots."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.snapshots = Snapshots(path / "snapshots")
+        self._metrics = -1
+
+    @classmethod
+    def create(cls, out: str | None, stem: str) -> Folder:
+        """A new folder; an existing one must not hold a run."""
+        path = Path(out) if out else _free(Path("runs"), stem)
+        with explained(path):
+            path.mkdir(parents=True, exist_ok=True)
+            refuse_links(path, FILES)
+            if holds_run(path):
+                raise JournalError(
+                    f"{path} holds a run already: continue it with --resume {path}, or choose another --out"
+                )
+            if not (path / JOURNAL).is_file() and any(path.iterdir()):
+                raise ConfigError(f"--out {path} is not empty; choose a new folder")
+        return cls(path)  # what has an empty journal died while it was created: nothing in it counts
+
+    @classmethod
+    def open(cls, path: str | Path) -> Folder:
+        path = Path(path).parent if Path(path).name == JOURNAL else Path(path)
+        if not (path / JOURNAL).is_file():
+            raise JournalError(f"{path} is not a run folder: it has no {JOURNAL}")
+        refuse_links(path, FILES)
+        return cls(path)
+
+    def write_config(self, config: dict[str, Any]) -> None:
+        write_atomically(self.path / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
+
+    def read_config(self) -> dict[str, Any]:
+        """What config.json says; nothing when it is missing or broken, for the journal's header has it too."""
+        try:
+            found = json.loads((self.path / CONFIG).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def write_mistakes(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """What the tested checkpoint got wrong, one line an example."""
+        lines = [json.dumps({"step": step, **row}, ensure_ascii=False) + "\n" for row in rows]
+        write_atomically(self.path / MISTAKES, "".join(lines).encode())
+
+    def note(self, event: str, values: dict[str, Any]) -> None:
+        """One line of metrics, handed to the operating system at once."""
+        line = json.dumps({"event": event, **finite(values)}).encode() + b"\n"
+        path = self.path / METRICS
+        with explained(path, RunFailed):
+            if self._metrics < 0:
+                self._metrics = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            write_all(self._metrics, line)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All readable lines; one torn by a crash is passed over."""
+        return self._lines(METRICS)
+
+    def mistakes(self) -> list[dict[str, Any]]:
+        return self._lines(MISTAKES)
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        path = self.path / name
+        if not path.is_file():
+            return []
+        found = []
+        with explained(path):
+            lines = path.read_bytes().splitlines()
+        for line in lines:
+            with contextlib.suppress(ValueError, RecursionError):
+                found.append(json.loads(line))
+        return [entry for entry in found if isinstance(entry, dict)]
+
+    def rewind_metrics(self, steps: int) -> list[dict[str, Any]]:
+        """Drop what was noted of steps that the journal does not have; return the rest."""
+        kept = [entry for entry in self.metrics() if _position(entry) <= steps]
+        data = b"".join(json.dumps(entry).encode() + b"\n" for entry in kept)
+        write_atomically(self.path / METRICS, data)
+        return kept
+
+    def want_workers(self, count: int | None) -> None:
+        """Ask a running driver for another number of workers; None takes back what was asked."""
+        if count is None:
+            (self.path / WORKERS).unlink(missing_ok=True)
+        else:
+            write_atomically(self.path / WORKERS, b"%d\n" % count)
+
+    def wanted_workers(self) -> int | None:
+        """How many workers were asked for since the run began; None when nobody asked, or not for a number."""
+        try:
+            count = int((self.path / WORKERS).read_bytes())
+        except (OSError, ValueError):
+            return None
+        return count if count > 0 else None
+
+    def close(self) -> None:
+        if self._metrics >= 0:
+            os.close(self._metrics)
+            self._metrics = -1
+
+
+def holds_run(path: Path) -> bool:
+    """Whether a run has begun in this folder; what has an empty journal died while it was created."""
+    return (path / JOURNAL).is_file() and (path / JOURNAL).stat().st_size > 0
+
+
+def _workers_row(workers: dict[str, Any]) -> str:
+    kilobytes, waiting = workers["bytes_per_step"] / 1000, workers["waiting"]
+    row = f"{workers['count']}: {kilobytes:.1f} kB a step, waiting {waiting:.0%} of their time"
+    for name, word in (("lost", "lost and replaced"), ("rebuilt", "rebuilt because they differed")):
+        row += f"; {workers[name]} {word}" if workers[name] else ""
+    return row
+
+
+def _position(entry: dict[str, Any]) -> int:
+    """The journal position that an entry speaks of: a step's entry is about the state after it."""
+    step = entry.get("step", 0)
+    return (step + 1 if entry.get("event") == "step" else step) if isinstance(step, int) else 0
+
+
+def _free(parent: Path, stem: str) -> Path:
+    """A folder of that name beside the others: a task's name is somebody's text, and may hold anything."""
+    stem = re.sub(r"[^\w.-]+", "-", stem).strip(".-")[-LONGEST_NAME:] or "run"
+    number = 1
+    while (parent / f"{stem}-{number}").exists():
+        number += 1
+    return parent / f"{stem}-{number}"

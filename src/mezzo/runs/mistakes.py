@@ -1,0 +1,56 @@
+"""The examples a model got wrong, those it was surest of first: what a person looks at to understand a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mezzo.evaluation.evaluate import Examined, probabilities
+from mezzo.tasks import Task
+from mezzo.types import Example
+
+MOST, LONGEST = 50, 600
+"""Mistakes that are kept, and characters of a text that are kept."""
+
+
+def mistakes(examples: Sequence[Example], examined: Examined, task: Task) -> list[dict[str, Any]]:
+    """Rows with the texts, the right and the given answer, and how sure the model was."""
+    if examined.texts is not None:
+        return [
+            {**_shown(example, task), "right": _short(example.fields.get(task.label_column, "")), "given": _short(text)}
+            for example, text, good in zip(examples, examined.texts, examined.right, strict=True)
+            if not good
+        ][:MOST]
+    assert examined.scores is not None
+    chances = probabilities(examined.scores)
+    given = chances.argmax(axis=1)
+    wrong = [place for place, good in enumerate(examined.right) if not good]
+    wrong.sort(key=lambda place: -chances[place, given[place]])
+    return [
+        {
+            **_shown(examples[place], task),
+            "right": _name(task, examples[place], examples[place].label),
+            "given": _name(task, examples[place], int(given[place])),
+            "sure": round(float(chances[place, given[place]]), 4),
+        }
+        for place in wrong[:MOST]
+    ]
+
+
+def _shown(example: Example, task: Task) -> dict[str, Any]:
+    return {"fields": {name: _short(value) for name, value in example.fields.items() if name != task.label_column}}
+
+
+def _name(task: Task, example: Example, index: int) -> str:
+    """A label by name; of a choice task, the candidate's text."""
+    if task.labels:
+        return task.labels[index]
+    texts = [text for column in task.candidates for text in np.atleast_1d(example.fields.get(column, []))]
+    return _short(texts[index]) if index < len(texts) else str(index)
+
+
+def _short(value: Any) -> str:
+    text = " / ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"

@@ -1,0 +1,127 @@
+"""The README.md of an exported adapter or model: what it is, how good it is, how it was made, how to load it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mezzo import __version__
+from mezzo.engines.hf_hub import BUNDLED
+
+LIBRARY = {"adapter": "peft", "model": "transformers"}
+PEFT = ("from peft import PeftModel", "PeftModel.from_pretrained")
+AUTO = {"masked": "AutoModelForMaskedLM", "causal": "AutoModelForCausalLM"}
+
+
+def card(kind: str, header: Mapping[str, Any], events: Sequence[Mapping[str, Any]], step: int, steps: int) -> str:
+    """The card's text. `events` are the run's metrics, where there are any: a compact journal has none."""
+    config, task = header["config"], header["task"]
+    lines = [
+        *_front("mezzo" if config["space"] == "prefix" else LIBRARY[kind], str(config["model"])),
+        f"# {task['name']}: {_short(str(config['model']))} after {step} steps of MeZO",
+        "",
+        f"Fine-tuned with forward passes only by mezzo {__version__}: {config['space']} trained on the task `{task['name']}`, "
+        f"journal position {step} of {steps}.",
+        "",
+        "## Results",
+        *_results(events, step),
+        "",
+        "## How it was trained",
+        *_method(config, header),
+        "",
+        "## Load it",
+        _loading(kind, config, str(header["family"]), bool(header.get("classes"))),
+        "",
+        "The prompt is part of the model: it was trained with the template",
+        *(f"    {line}" for line in ("", *str(task["template"]).splitlines(), "")),
+        "and the words " + ", ".join(f"{label} → {word}" for label, word in _words(task)) + "." if _words(task) else "",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _front(library: str, model: str) -> list[str]:
+    """What a model hub reads; a folder of this machine is not named there."""
+    ours = os.path.isabs(model) or model.startswith((".", BUNDLED))
+    known = [] if ours else [f"base_model: {json.dumps(_short(model))}"]
+    return ["---", f"library_name: {library}", *known, "tags: [mezo, zeroth-order, mezzo]", "---", ""]
+
+
+def _results(events: Sequence[Mapping[str, Any]], step: int) -> list[str]:
+    figures = [e for e in events if _sound(e)]
+    zero = next((e for e in figures if e["event"] == "zero-shot"), None)
+    dev = next((e for e in figures if e["event"] == "evaluation" and e.get("step") == step), None)
+    result = next((e for e in reversed(figures) if e["event"] == "result" and e.get("best_step") == step), None)
+    rows = []
+    if zero:
+        rows.append(f"| zero-shot, before training | {_figure(zero)} | {zero.get('n')} |")
+        rows.append(f"| the same, calibrated | {zero.get('calibrated', math.nan):.1%} | {zero.get('n')} |")
+    if dev:
+        rows.append(f"| dev, this checkpoint | {_figure(dev)} | {dev.get('n')} |")
+    if result:
+        rows.append(
+            f"| **{result.get('tested_on')}, this checkpoint** | **{_figure(result)}** | {result.get('n_test')} |"
+        )
+    if not rows:
+        return ["The journal this was made from holds no evaluations."]
+    metric = str((result or dev or zero or {}).get("metric"))
+    return [f"| examples | {metric}, 95% interval | n |", "|---|---|---|", *rows]
+
+
+def _sound(entry: Mapping[str, Any]) -> bool:
+    """Whether a line of metrics holds a figure; the folder may be a stranger's."""
+    interval = entry.get("interval")
+    values = [entry.get("value"), entry.get("calibrated", 0.0), *(interval if isinstance(interval, list) else ())]
+    return len(values) == 4 and all(isinstance(value, (int, float)) for value in values)
+
+
+def _figure(entry: Mapping[str, Any]) -> str:
+    low, high = entry["interval"]
+    return f"{entry['value']:.1%} ({low:.1%} to {high:.1%})"
+
+
+def _method(config: Mapping[str, Any], header: Mapping[str, Any]) -> list[str]:
+    names = ["space", "objective", "lr", "schedule", "eps", "batch_size", "samples", "noise", "seed"]
+    names[1:1] = ["rank", "alpha"] if config.get("space") == "lora" else []
+    return [
+        *("| option | |", "|---|---|", f"| base model | {_short(str(config['model']))} |"),
+        *(f"| {name.replace('_', ' ')} | {config.get(name)} |" for name in names),
+        f"| base digest | `{str(header.get('base'))[:16]}` |",
+    ]
+
+
+def _loading(kind: str, config: Mapping[str, Any], family: str, head: bool) -> str:
+    """Code that loads it. What it takes from the journal, which may be a stranger's, is quoted, never code."""
+    model = str(config["model"])
+    auto = "AutoModelForSequenceClassification" if head else AUTO[family]
+    if kind == "model":
+        return f"""```python
+from transformers import AutoTokenizer, {auto}
+
+model = {auto}.from_pretrained("THIS FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")
+```"""
+    name = json.dumps(_short(model))
+    base = f"locate({name})" if model.startswith(BUNDLED) else name
+    found = "from mezzo.engines.hf_hub import locate\n" if model.startswith(BUNDLED) else ""
+    imported, put = ("from mezzo import load_prefix", "load_prefix") if config["space"] == "prefix" else PEFT
+    return f"""```python
+{found}{imported}
+from transformers import {auto}
+
+base = {auto}.from_pretrained({base}, dtype={json.dumps(str(config.get("dtype", "float32")))})
+model = {put}(base, "THIS FOLDER")
+```"""
+
+
+def _words(task: Mapping[str, Any]) -> list[tuple[str, str]]:
+    words, labels = task.get("words") or (), task.get("labels") or ()
+    return list(words.items()) if isinstance(words, Mapping) else list(zip(labels, words, strict=False))
+
+
+def _short(model: str) -> str:
+    """A local folder by its name only: the rest is nobody's business."""
+    return " ".join((os.path.basename(model.rstrip("/")) if os.path.isabs(model) else model).split())
