@@ -9,12 +9,11 @@ import numpy as np
 import torch
 
 from mezzo.config import from_mapping
-from mezzo.engines.base import Unit
 from mezzo.engines.torch.forward.inputs import Rows, pack
 from mezzo.engines.torch.loading import device_of, load_model
 from mezzo.evaluation.evaluate import Evaluation, judged
 from mezzo.runs import datasets, setup
-from mezzo.types import Batch, Prompt
+from mezzo.types import Batch, MicroBatch, Prompt
 
 
 def finetune(
@@ -41,7 +40,7 @@ def finetune(
         batch = Batch(prompts, parts.readout)
         out = np.zeros((1, len(prompts), len(words)), dtype=np.float32)
         with torch.no_grad():
-            for rows in pack(batch, Unit(256), parts.padding_id):
+            for rows in pack(batch, MicroBatch(256), parts.padding_id):
                 rows.place(out, logits(rows).cpu().numpy()[None])
         return judged(out[0].astype(np.float64), batch, parts.task.metric)
 
@@ -58,7 +57,7 @@ def finetune(
             for group in optimizer.param_groups:
                 group["lr"] = lr * (1 - step / total)
             chosen = Batch(tuple(train[i] for i in order[first : first + size]), parts.readout)
-            (rows,) = pack(chosen, Unit(size), parts.padding_id)
+            (rows,) = pack(chosen, MicroBatch(size), parts.padding_id)
             labels = torch.tensor([chosen.prompts[example].label for example in rows.places[0]], device=device)
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(logits(rows), labels).backward()

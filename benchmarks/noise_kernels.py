@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mezzo.engines.torch.forward.probe_point import Move, Point
-from mezzo.types import Probe, Trained, Update
+from mezzo.engines.torch.forward.probe_point import DeviceUpdate, ProbePoint
+from mezzo.types import Probe, TrainedTensor, Update
 
 if TYPE_CHECKING:  # they need Triton
-    from mezzo.engines.torch.gpu.fused import Fused
     from mezzo.engines.torch.gpu.noise_layout import Matrix
 
 LAYER = [(1024, 1024)] * 4 + [(4096, 1024), (1024, 4096)]
@@ -50,12 +49,12 @@ def timed(work: Callable[[], None], rounds: int) -> float:
 
 def rows_of(name: str, noises: list[str], rounds: int) -> Iterator[dict[str, object]]:
     """One type's rows: a copy of the weights, then members and updates with each noise."""
-    from mezzo.engines.torch.gpu.fused import DeviceNoise, Fused
+    from mezzo.engines.torch.gpu.fused import DeviceNoise, FusedOps
     from mezzo.engines.torch.gpu.noise_layout import portions
 
     device, dtype = torch.device("cuda"), getattr(torch, name)
-    point = Point((Probe(((7, 1e-3),)), Probe(((7, -1e-3),))), device)
-    move = Move(Update(((7, 2.0**-20),)), device)
+    point = ProbePoint((Probe(((7, 1e-3),)), Probe(((7, -1e-3),))), device)
+    move = DeviceUpdate(Update(((7, 2.0**-20),)), device)
     values = [torch.randn(shape, device=device).mul_(0.02).to(dtype) for shape in ROBERTA_LARGE]
     scratch = torch.empty(2 * max(value.numel() for value in values), dtype=dtype, device=device)
 
@@ -69,19 +68,19 @@ def rows_of(name: str, noises: list[str], rounds: int) -> Iterator[dict[str, obj
         for value in values:
             scratch[: value.numel()].view_as(value).copy_(value)
 
-    def perturb(fused: Fused, every: Sequence[Matrix]) -> None:
+    def perturb(fused: FusedOps, every: Sequence[Matrix]) -> None:
         fused.begin(point)
         for trained, value in every:
             fused.members(trained, value, point, scratch[: 2 * value.numel()].view(2, *value.shape))
 
-    def update(fused: Fused, every: Sequence[Matrix]) -> None:
+    def update(fused: FusedOps, every: Sequence[Matrix]) -> None:
         fused.move_all(every, move)
 
     yield row("copy", "", copy, 2)
     for noise in noises:
-        fused = Fused(DeviceNoise("gaussian" if noise == "gaussian" else "rademacher", device))
+        fused = FusedOps(DeviceNoise("gaussian" if noise == "gaussian" else "rademacher", device))
         rank = 8 if noise == "lowrank" else 0
-        every = [(Trained(f"t{n}", value.shape, "matrix", rank), value) for n, value in enumerate(values)]
+        every = [(TrainedTensor(f"t{n}", value.shape, "matrix", rank), value) for n, value in enumerate(values)]
         if not rank:  # low-rank noise is added to activations
             fused.share_signs([[(t.name, value.numel()) for t, value in part] for part in portions(every)])
             yield row("both signs", noise, partial(perturb, fused, every), 3)

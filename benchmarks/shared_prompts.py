@@ -12,12 +12,11 @@ import time
 import numpy as np
 import torch
 
-from mezzo.engines.base import Unit
 from mezzo.engines.hf_hub import load_config
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.engines.torch.loading import device_of, load_model
 from mezzo.method.space import Space
-from mezzo.types import Batch, Probe, Prompt, Readout
+from mezzo.types import Batch, MicroBatch, Probe, Prompt, Readout
 
 
 def batch_of(prompts: int, length: int, candidates: int, vocabulary: int) -> Batch:
@@ -44,7 +43,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     model = load_model(options.model, "causal")
-    engine = TorchEngine(model, Space("lora"), unit=Unit(options.batch), device=device_of(options.device))
+    engine = TorchEngine(model, Space("lora"), micro_batch=MicroBatch(options.batch), device=device_of(options.device))
     probes = (Probe(((1, 1e-2),)), Probe(((1, -1e-2),)))
     print("| candidates | shared ms | unshared ms | ratio | largest difference |\n|---|---|---|---|---|")
     for count in options.candidates:

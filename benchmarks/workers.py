@@ -18,14 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from mezzo.engines import ENGINES
-from mezzo.engines.base import EngineSpec, Unit
+from mezzo.engines.base import EngineSpec
 from mezzo.engines.hf_hub import family_of, load_config
-from mezzo.engines.microbatch import pieces_of, units_of
+from mezzo.engines.microbatch import group_calls, split_into_units
 from mezzo.method.space import Space
 from mezzo.parallel.messages import Answer, Order, Post, Route, packed, unpacked
 from mezzo.parallel.pool import PoolEngine
 from mezzo.parallel.transports.processes import Processes, ProcessLink
-from mezzo.types import Batch, Probe, Prompt, Readout, Update
+from mezzo.types import Batch, MicroBatch, Probe, Prompt, Readout, Update
 
 
 def batch_of(count: int, vocabulary: int, step: int) -> Batch:
@@ -74,8 +74,8 @@ def message_cost(batch: int, vocabulary: int) -> tuple[float, int]:
     """Seconds and bytes that one unit costs the driver: its order packed, its answer unpacked."""
     work = batch_of(batch, vocabulary, 0)
     probes = (Probe(((1, 1e-3),)), Probe(((1, -1e-3),)))
-    piece = pieces_of(work, probes, units_of(work, 2, unit_of(batch)), joined=False)
-    order = Order(Route(1000, (Update(((1, 2.0**-20),)),)), "score", (piece, unit_of(batch)))
+    piece = group_calls(work, probes, split_into_units(work, 2, choose_micro_batch(batch)), joined=False)
+    order = Order(Route(1000, (Update(((1, 2.0**-20),)),)), "score", (piece, choose_micro_batch(batch)))
     answer = packed(Answer([np.zeros((2, batch, 2), np.float32)], 0.1))
     began = time.perf_counter()
     for _ in range(1000):
@@ -84,8 +84,8 @@ def message_cost(batch: int, vocabulary: int) -> tuple[float, int]:
     return (time.perf_counter() - began) / 1000, len(packed(order)) + len(answer)
 
 
-def unit_of(rows: int) -> Unit:
-    return Unit(rows=rows)
+def choose_micro_batch(rows: int) -> MicroBatch:
+    return MicroBatch(rows=rows)
 
 
 def main() -> int:

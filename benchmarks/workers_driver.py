@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from mezzo.engines.base import EngineSpec, Unit
+from mezzo.engines.base import EngineSpec
 from mezzo.method.space import Space
 from mezzo.parallel.messages import Answer, Facts, Order, Post, packed, unpacked
 from mezzo.parallel.pool import PoolEngine
 from mezzo.parallel.transports.base import Link
-from mezzo.types import Batch, Probe, Prompt, Readout, Update
+from mezzo.types import Batch, MicroBatch, Probe, Prompt, Readout, Update
 
 
 class Standin:
@@ -34,7 +34,7 @@ class Standin:
         asked = unpacked(data)
         value: Any = None
         if isinstance(asked, Post):
-            value = Facts(Unit(rows=8), (), "", {}, True, 0)
+            value = Facts(MicroBatch(rows=8), (), "", {}, True, 0)
         elif isinstance(asked, Order) and asked.question == "score":
             pieces = asked.values[0]
             value = [np.zeros((len(p.probes), len(p.batch), 2), np.float32) for p in pieces]
@@ -81,7 +81,7 @@ def measured(count: int, together: bool, options: argparse.Namespace) -> tuple[f
     global away
     post = Post("", EngineSpec("", "masked", Space("lora"), options.examples))
     engine = PoolEngine(Standins(together), post, count, check_every=0)
-    engine.unit = Unit(rows=options.examples)
+    engine.micro_batch = MicroBatch(rows=options.examples)
     rng = np.random.default_rng(0)
     shape = (options.examples * 2 * count, options.tokens)
     prompts = [Prompt(tuple(ids), 0, position=1) for ids in rng.integers(5, 100_000, shape).tolist()]

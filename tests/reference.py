@@ -10,10 +10,10 @@ import torch
 
 from mezzo.method import noise
 from mezzo.method.space import Space
-from mezzo.types import Batch, Probe, Trained
+from mezzo.types import Batch, Probe, TrainedTensor
 
 
-def z_of(trained: Trained, kind: noise.Kind, seed: int) -> np.ndarray:
+def z_of(trained: TrainedTensor, kind: noise.Kind, seed: int) -> np.ndarray:
     """A tensor's noise by NumPy alone."""
     if trained.rank:
         left, right = noise.factors(seed, trained.name, trained.shape, trained.rank)
@@ -23,7 +23,7 @@ def z_of(trained: Trained, kind: noise.Kind, seed: int) -> np.ndarray:
 
 def written(
     model: torch.nn.Module,
-    trained: Sequence[Trained],
+    trained: Sequence[TrainedTensor],
     values: dict[str, np.ndarray],
     kind: noise.Kind,
     probe: Probe,

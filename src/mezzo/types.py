@@ -13,6 +13,9 @@ Scores = npt.NDArray[np.float32]
 """scores[probe, example, candidate], on the host. Defined up to one constant per (probe, example)."""
 
 
+Family = Literal["masked", "causal"]
+
+
 @dataclass(frozen=True, slots=True)
 class Example:
     """One row of data: its fields by column name, and its label's index (-1: unlabelled)."""
@@ -62,6 +65,20 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """How work is cut: examples and probes in one forward, and the multiple that lengths are padded to. A group of examples of
+    which more than the share `waste` would be padding is halved, short ones apart from long ones.
+
+    Fixed before step 1 and kept in the journal's header, so that scores do not depend on who computes a unit.
+    """
+
+    rows: int
+    members: int = 2
+    pad_to: int = 1
+    waste: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +150,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedTensor:
     """A tensor that is trained, and how its noise looks: rank 0 is dense, r > 0 is U·Vᵀ/√r with ±1 factors."""
 
     name: str

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from mezzo.engines.base import Unit
-from mezzo.engines.microbatch import pieces_of, units_of, width_of
+from mezzo.engines.microbatch import candidate_count, group_calls, split_into_units
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.method.space import Space
-from mezzo.types import Batch, Probe, Prompt, Readout
+from mezzo.types import Batch, MicroBatch, Probe, Prompt, Readout
 from tests.conftest import make_batch, make_llama, make_roberta
 
 PROBES = tuple(Probe(((seed, sign * 1e-2),)) for seed in (3, 4) for sign in (1, -1))
@@ -34,14 +33,14 @@ CASES = {
 @pytest.mark.parametrize("space", ["lora", "full"])
 def test_units_computed_apart_or_together_are_those_of_the_whole_batch(case, space):
     make, batch = CASES[case]
-    unit = Unit(rows=3)
-    engine = TorchEngine(make(), Space(space), unit=unit, pad_id=1)
+    unit = MicroBatch(rows=3)
+    engine = TorchEngine(make(), Space(space), micro_batch=unit, pad_id=1)
     whole = engine.score(batch, PROBES)
-    works = units_of(batch, len(PROBES), unit)
+    works = split_into_units(batch, len(PROBES), unit)
     assert len(works) == 2 * 3
     for chosen, joined in ((works, False), (works, True), (works[1:2] + works[2:3], True), (works[::2], True)):
-        out = np.full((len(PROBES), len(batch), width_of(batch)), -np.inf, dtype=np.float32)
-        for piece in pieces_of(batch, PROBES, chosen, joined):
+        out = np.full((len(PROBES), len(batch), candidate_count(batch)), -np.inf, dtype=np.float32)
+        for piece in group_calls(batch, PROBES, chosen, joined):
             found = engine.score(piece.batch, piece.probes)
             for work, _, rows in piece.parts():
                 out[work.first : work.last, list(work.places), : found.shape[2]] = found[:, rows]
@@ -53,6 +52,6 @@ def test_units_computed_apart_or_together_are_those_of_the_whole_batch(case, spa
 
 def test_units_cover_every_example_at_every_probe_once():
     batch = make_batch(11)
-    works = units_of(batch, 5, Unit(rows=4))
+    works = split_into_units(batch, 5, MicroBatch(rows=4))
     seen = [(probe, place) for w in works for probe in range(w.first, w.last) for place in w.places]
     assert sorted(seen) == [(probe, place) for probe in range(5) for place in range(11)]

@@ -89,12 +89,12 @@ def test_micro_batches_and_order_do_not_matter(engines):
     order = np.random.default_rng(0).permutation(len(batch))
     shuffled = ours.score(Batch(tuple(batch.prompts[i] for i in order), batch.readout), PAIR)
     np.testing.assert_allclose(shuffled, scores[:, order], atol=1e-4)
-    kept = ours.unit
+    kept = ours.micro_batch
     try:
-        ours.unit = type(kept)(rows=3, members=1)
+        ours.micro_batch = type(kept)(rows=3, members=1)
         np.testing.assert_allclose(ours.score(batch, PAIR), scores, atol=1e-4)
     finally:
-        ours.unit = kept
+        ours.micro_batch = kept
 
 
 def test_evicted_adapters_come_back_right(engines):
@@ -148,12 +148,12 @@ def test_a_shared_prefix_is_computed_once_a_probe(engines):
 def test_candidates_of_a_prompt_share_it(engines):
     """Each sign computes a prompt once; all of its candidates take it from the cache, but for the token they are read after."""
     ours, batch = engines[0], BATCHES["shared-prompts"]
-    before, kept = (ours.count.cached, ours.count.computed), ours.unit
-    ours.unit = type(kept)(
+    before, kept = (ours.count.cached, ours.count.computed), ours.micro_batch
+    ours.micro_batch = type(kept)(
         rows=16, members=2
     )  # all in one forward: a unit may begin in the middle of a prompt's candidates
     ours.score(batch, PAIR)
-    ours.unit = kept
+    ours.micro_batch = kept
     shared = [(len(p.ids) - 1, p.candidates) for p in batch.prompts if len(p.candidates) > 1]
     assert ours.count.cached - before[0] == 2 * sum(length * len(candidates) for length, candidates in shared)
     whole = sum(len(p.ids) + len(candidate) for p in batch.prompts for candidate in p.candidates)

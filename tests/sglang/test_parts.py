@@ -15,7 +15,7 @@ from mezzo.engines.sglang.versions import check_version
 from mezzo.engines.torch.forward.population import Population
 from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.errors import ConfigError, ModelError
-from mezzo.types import Batch, Prompt, Readout, Trained, Update
+from mezzo.types import Batch, Prompt, Readout, TrainedTensor, Update
 
 # Layers as SGLang describes them to its workers: sizes and a rank, under the names of their classes.
 
@@ -74,7 +74,7 @@ def test_an_unknown_layer_is_refused():
 
 
 def test_pieces_of_ranks_are_put_together():
-    trained = [Trained("a.weight", (4, 2), "matrix", 1)]
+    trained = [TrainedTensor("a.weight", (4, 2), "matrix", 1)]
     value = np.arange(8, dtype=np.float32).reshape(4, 2)
     ranks = [[Piece("a.weight", (2 * r, 2 * r + 2), (0, 2), value[2 * r : 2 * r + 2])] for r in range(2)]
     np.testing.assert_array_equal(assembled(trained, ranks)["a.weight"], value)
@@ -146,7 +146,7 @@ def test_shares_of_a_fused_weight_move_as_the_whole_does(dtype, ranks):
         "up_proj": (inner, 32),
     }
     shapes |= {"down_proj": (32, inner)}
-    trained = [Trained(f"m.{name}.weight", shape, "matrix", 2) for name, shape in shapes.items()]
+    trained = [TrainedTensor(f"m.{name}.weight", shape, "matrix", 2) for name, shape in shapes.items()]
     torch.manual_seed(0)
     whole = {t.name: torch.randn(t.shape).to(dtype) for t in trained}
     updates = [Update(((3, 2**-10), (9, -(2**-9))), keep=1 - 2**-8), Update(((4, 2**-8),))]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mezzo.engines.base import Autonomous, Unit
+from mezzo.engines.base import Autonomous
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.errors import RunFailed
 from mezzo.journal.journal import Journal, read
@@ -18,7 +18,7 @@ from mezzo.method.objectives import cross_entropy
 from mezzo.method.optimizers import Sgd
 from mezzo.method.space import Space
 from mezzo.runs.trainer import Limits, MeZOTrainer
-from mezzo.types import Batch, Probe, Prompt, Question, Readout, Rule, StepRecord, Update
+from mezzo.types import Batch, MicroBatch, Probe, Prompt, Question, Readout, Rule, StepRecord, Update
 from tests.conftest import make_batch, make_roberta
 from tests.torch_engine.triton_device import DEVICE, INTERPRETED, MARKS
 
@@ -206,7 +206,7 @@ def test_a_next_question_that_fails_leaves_no_move():
 
 @on_a_gpu
 def test_questions_that_only_the_host_can_judge(tmp_path):
-    engine = engine_of(SPACES["lora"], unit=Unit(4))
+    engine = engine_of(SPACES["lora"], micro_batch=MicroBatch(4))
     assert engine.advance(Question(BATCHES[1], (Probe(((1, EPS),)), Probe(((1, -EPS),)))), None) is None
     assert len(steps_of(trainer_of(engine, tmp_path / "parts", 4))) == 4, "a batch in several parts"
     assert not any(key[0] == "judged" for key in engine.graphs.captured)

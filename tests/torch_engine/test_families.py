@@ -10,11 +10,10 @@ import pytest
 import torch
 import transformers
 
-from mezzo.engines.base import Unit
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.errors import MezzoError, SpaceError
 from mezzo.method.space import Space
-from mezzo.types import Batch, Probe, Prompt, Readout
+from mezzo.types import Batch, MicroBatch, Probe, Prompt, Readout
 from tests.conftest import VOCAB, make_batch, settled
 from tests.reference import plain_scores, written
 
@@ -89,7 +88,7 @@ def test_scores_equal_weights_written_in(family, space, dtype):
             TorchEngine(model, space)
         return
     pristine, batch = copy.deepcopy(model).float(), make_batch()
-    engine = TorchEngine(model, space, unit=Unit(4), seed=3, pad_id=1)
+    engine = TorchEngine(model, space, micro_batch=MicroBatch(4), seed=3, pad_id=1)
     rng = np.random.default_rng(1)
     engine.load_state({n: (v + rng.normal(0, 0.05, v.shape)).astype(np.float32) for n, v in engine.state().items()})
     engine.check(batch, 1e-2)
@@ -118,7 +117,7 @@ def test_candidates_behind_prompts_of_other_lengths_than_a_window(family, window
     extra = {"use_sliding_window": True, "max_window_layers": 0} if family == "qwen3" else {}
     model = make(name, {**options, "sliding_window": window, **extra})
     pristine, space = copy.deepcopy(model), Space("lora", rank=4, alpha=8)
-    engine = TorchEngine(model, space, seed=3, pad_id=1, unit=Unit(8))
+    engine = TorchEngine(model, space, seed=3, pad_id=1, micro_batch=MicroBatch(8))
     rng = np.random.default_rng(5)
 
     def tokens(count: int) -> tuple[int, ...]:
@@ -255,7 +254,7 @@ def test_models_that_see_their_padding_are_refused(name, options):
     batch = Batch(prompts_of((9, 9, 5, 14)), Readout("words", words=(11, 47)))
     with pytest.raises(MezzoError, match=r"a row's scores change by .* where longer rows stand beside it"):
         engine.check(batch, 1e-2)
-    alone = TorchEngine(make(name, options), Space("*[nN]orm*"), pad_id=1, unit=Unit(1))
+    alone = TorchEngine(make(name, options), Space("*[nN]orm*"), pad_id=1, micro_batch=MicroBatch(1))
     alone.check(batch, 1e-2)
 
 

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from mezzo.engines.base import Unit
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.engines.torch.weights import flat_buffer
 from mezzo.method.space import Space
-from mezzo.types import Batch, Probe, Prompt, Question, Readout, Update
+from mezzo.types import Batch, MicroBatch, Probe, Prompt, Question, Readout, Update
 from tests.conftest import MODELS, VOCAB, make_batch, make_llama, make_roberta
 from tests.reference import plain_scores, written
 from tests.torch_engine.test_families import DECODER, make
@@ -39,7 +38,7 @@ def small(request, monkeypatch):
 
 def engine_of(model: torch.nn.Module, space: Space, kind: str = "rademacher", **extra) -> TorchEngine:
     engine = TorchEngine(model, space, noise_kind=kind, seed=3, pad_id=1, device=DEVICE, **extra)
-    assert engine.population.work.kernels, "the fast path must be what is tested"
+    assert engine.population.ops.kernels, "the fast path must be what is tested"
     rng = np.random.default_rng(1)  # LoRA's B starts at zero, which would hide mistakes in A
     engine.load_state({n: (v + rng.normal(0, 0.05, v.shape)).astype(np.float32) for n, v in engine.state().items()})
     return engine
@@ -216,7 +215,7 @@ def test_steps_in_graphs_are_steps_without(space):
 @on_a_gpu
 def test_graphs_are_few(monkeypatch):
     monkeypatch.setattr("mezzo.engines.torch.gpu.graphs.MOST", 3)
-    engine = engine_of(make_roberta(), SPACES["lora"], unit=Unit(4, pad_to=8))
+    engine = engine_of(make_roberta(), SPACES["lora"], micro_batch=MicroBatch(4, pad_to=8))
     for length in (5, 12, 20, 28, 5, 12, 20, 28):
         for _ in range(3):
             engine.score(make_batch(4, lengths=(length, length + 1)), PAIR)
@@ -225,7 +224,7 @@ def test_graphs_are_few(monkeypatch):
 
 @on_a_gpu
 def test_candidates_without_shared_prompts():
-    engine = engine_of(make_llama(), SPACES["lora"], unit=Unit(8))
+    engine = engine_of(make_llama(), SPACES["lora"], micro_batch=MicroBatch(8))
     rng = np.random.default_rng(5)
 
     def tokens(low: int, high: int) -> tuple[int, ...]:

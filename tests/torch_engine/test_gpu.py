@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from mezzo import api
-from mezzo.engines.base import Unit
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.engines.torch.weights import flat_buffer
 from mezzo.method.space import Space
-from mezzo.types import Probe, Update
+from mezzo.types import MicroBatch, Probe, Update
 from tests.conftest import make_batch, make_llama, make_roberta
 from tests.reference import plain_scores, written
 from tests.torch_engine.test_families import FAMILIES, PAIR, make
@@ -54,7 +53,7 @@ def test_weights_after_updates_are_those_of_a_cpu(space, kind, dtype, small, mon
         engine = TorchEngine(make_roberta().to(dtype), space, noise_kind=kind, device=device)
         engine.apply(updates(20))
         digests.append(engine.digest())
-    assert engine.population.work.kernels
+    assert engine.population.ops.kernels
     assert digests[0] == digests[1] != TorchEngine(make_roberta().to(dtype), space).digest()
 
 
@@ -67,7 +66,7 @@ def test_scores_equal_weights_written_in(family, dtype, small, monkeypatch):
     model = make(*family).to(dtype)
     pristine, batch = copy.deepcopy(model).float(), make_batch()
     for space in SPACES.values():
-        engine = TorchEngine(copy.deepcopy(model), space, unit=Unit(4), seed=3, pad_id=1, device="cuda")
+        engine = TorchEngine(copy.deepcopy(model), space, micro_batch=MicroBatch(4), seed=3, pad_id=1, device="cuda")
         engine.check(batch, 1e-2)
         scores = engine.score(batch, PAIR)
         assert np.abs(scores[0] - scores[1]).max() > 1e-3

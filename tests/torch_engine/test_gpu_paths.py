@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from mezzo.engines.base import Unit
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.method.space import Space
-from mezzo.types import Batch, Probe, Readout, Update
+from mezzo.types import Batch, MicroBatch, Probe, Readout, Update
 from tests.conftest import make_batch, make_llama, make_roberta
 from tests.torch_engine.test_families import FAMILIES, make
 
@@ -38,13 +37,15 @@ def test_scores_and_weights_are_those_of_a_cpu(family, space, cache_mb):
     """Scores to float32's precision before and after updates, weights to the bit."""
     model, batch = MAKERS[family](), make_batch(6)
     engines = [
-        TorchEngine(copy.deepcopy(model), space, unit=Unit(3), seed=3, pad_id=1, device=device, cache_mb=cache_mb)
+        TorchEngine(
+            copy.deepcopy(model), space, micro_batch=MicroBatch(3), seed=3, pad_id=1, device=device, cache_mb=cache_mb
+        )
         for device in ("cpu", "cuda")
     ]
     rng = np.random.default_rng(1)
     state = {n: (v + rng.normal(0, 0.05, v.shape)).astype(np.float32) for n, v in engines[0].state().items()}
     for engine in engines:
-        assert (engine.trunk is not None) == bool(cache_mb and space.layers)
+        assert (engine.frozen_cache is not None) == bool(cache_mb and space.layers)
         engine.load_state(state)
         engine.check(batch, 1e-2)
     for _ in range(3):  # as it comes, captured, replayed

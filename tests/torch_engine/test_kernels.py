@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from mezzo.engines.torch.forward.probe_point import Move, Point
-from mezzo.engines.torch.weights.flat_buffer import Flat
+from mezzo.engines.torch.forward.probe_point import DeviceUpdate, ProbePoint
+from mezzo.engines.torch.weights.flat_buffer import FlatBuffer
 from mezzo.engines.torch.weights.noise import NoiseSource
-from mezzo.engines.torch.weights.reference import Plain
+from mezzo.engines.torch.weights.reference import ReferenceOps
 from mezzo.method import noise
-from mezzo.types import Probe, Trained, Update
+from mezzo.types import Probe, TrainedTensor, Update
 from tests.torch_engine.triton_device import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS
@@ -30,10 +30,10 @@ UPDATES = {
 }
 
 
-def workers(kind: noise.Kind) -> tuple[Any, Plain]:
-    from mezzo.engines.torch.gpu.fused import DeviceNoise, Fused
+def workers(kind: noise.Kind) -> tuple[Any, ReferenceOps]:
+    from mezzo.engines.torch.gpu.fused import DeviceNoise, FusedOps
 
-    return Fused(DeviceNoise(kind, DEVICE)), Plain(NoiseSource(kind, torch.device("cpu")))
+    return FusedOps(DeviceNoise(kind, DEVICE)), ReferenceOps(NoiseSource(kind, torch.device("cpu")))
 
 
 def weights(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -73,18 +73,18 @@ def test_streams_are_numpys(kind, seed):
 def test_updates_of_matrices(shape, kind, dtype):
     fused, plain = workers(kind)
     for rank, decay in ((0, True), (3, False), (8, True)):
-        trained = Trained(f"w{rank}", shape, "matrix", rank=rank if rank < min(shape) else 0, decay=decay)
+        trained = TrainedTensor(f"w{rank}", shape, "matrix", rank=rank if rank < min(shape) else 0, decay=decay)
         for name, update in UPDATES.items():
             here, there = weights(shape, dtype), weights(shape, dtype).to(DEVICE)
-            plain.move(trained, here, Move(update, here.device))
-            fused.move(trained, there, Move(update, DEVICE))
+            plain.move(trained, here, DeviceUpdate(update, here.device))
+            fused.move(trained, there, DeviceUpdate(update, DEVICE))
             np.testing.assert_array_equal(bits(there), bits(here), err_msg=f"{name}, rank {rank}")
 
 
-def flats(dtype: torch.dtype, device: torch.device) -> Flat:
+def flats(dtype: torch.dtype, device: torch.device) -> FlatBuffer:
     shapes = ((70,), (5, 9), (1,), (64,), (300,))
-    return Flat(
-        [(Trained(f"t{i}", shape, "bias"), weights(shape, dtype, i).to(device)) for i, shape in enumerate(shapes)]
+    return FlatBuffer(
+        [(TrainedTensor(f"t{i}", shape, "bias"), weights(shape, dtype, i).to(device)) for i, shape in enumerate(shapes)]
     )
 
 
@@ -94,8 +94,8 @@ def test_updates_of_small_tensors(kind, dtype):
     fused, plain = workers(kind)
     for name, update in UPDATES.items():
         here, there = flats(dtype, torch.device("cpu")), flats(dtype, DEVICE)
-        plain.move_small(here, Move(update, torch.device("cpu")))
-        fused.move_small(there, Move(update, DEVICE))
+        plain.move_small(here, DeviceUpdate(update, torch.device("cpu")))
+        fused.move_small(there, DeviceUpdate(update, DEVICE))
         for slot, other in zip(here.slots, there.slots, strict=True):
             np.testing.assert_array_equal(bits(there.view(other)), bits(here.view(slot)), err_msg=name)
 
@@ -113,19 +113,19 @@ def test_members(kind, dtype, probes):
     """Each sign is θ ± ε·z in float32, rounded once to what the members are made in."""
     fused, plain = workers(kind)
     shape = SHAPES[-1]
-    trained = Trained("some.weight", shape, "matrix")
+    trained = TrainedTensor("some.weight", shape, "matrix")
     value = weights(shape, dtype)
     found = torch.empty(len(probes), *shape, dtype=dtype, device=DEVICE)
-    fused.members(trained, value.to(DEVICE), Point(probes, DEVICE), found)
+    fused.members(trained, value.to(DEVICE), ProbePoint(probes, DEVICE), found)
     wide = torch.empty(len(probes), *shape)
-    plain.members(trained, value, Point(probes, torch.device("cpu")), wide)
+    plain.members(trained, value, ProbePoint(probes, torch.device("cpu")), wide)
     allowed = 1e-7 if dtype == torch.float32 else float(torch.finfo(dtype).eps)
     np.testing.assert_allclose(found.float().cpu().numpy(), wide.numpy(), rtol=allowed, atol=1e-7)
 
     here, there = flats(dtype, torch.device("cpu")), flats(dtype, DEVICE)
-    small = fused.small_members(there, Point(probes, DEVICE))
+    small = fused.small_members(there, ProbePoint(probes, DEVICE))
     assert small.dtype == torch.float32
-    expected = plain.small_members(here, Point(probes, torch.device("cpu")))
+    expected = plain.small_members(here, ProbePoint(probes, torch.device("cpu")))
     for slot in here.slots:
         part = slice(slot.start, slot.start + slot.count)
         np.testing.assert_allclose(small[:, part].cpu().numpy(), expected[:, part].numpy(), rtol=1e-6, atol=1e-7)

@@ -10,10 +10,9 @@ import pytest
 import torch
 import transformers
 
-from mezzo.engines.base import Unit
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.method.space import Space
-from mezzo.types import Batch, Probe, Prompt, Readout
+from mezzo.types import Batch, MicroBatch, Probe, Prompt, Readout
 from tests.conftest import VOCAB, make_batch, settled
 from tests.reference import written
 from tests.torch_engine.test_families import DECODER, SMALL
@@ -53,11 +52,13 @@ def both(engine: TorchEngine, batch: Batch) -> tuple[np.ndarray, np.ndarray, int
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("unit", [Unit(8), Unit(3), Unit(8, pad_to=8)], ids=["one", "parts", "padded"])
+@pytest.mark.parametrize(
+    "unit", [MicroBatch(8), MicroBatch(3), MicroBatch(8, pad_to=8)], ids=["one", "parts", "padded"]
+)
 @pytest.mark.parametrize("space", [Space("full"), Space("lora", rank=2, targets=("all-linear",))], ids=["full", "lora"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_scores_are_those_of_the_whole_layer(name, space, unit, attention):
-    engine = TorchEngine(make(name, attn_implementation=attention), space, unit=unit, pad_id=1)
+    engine = TorchEngine(make(name, attn_implementation=attention), space, micro_batch=unit, pad_id=1)
     batch = make_batch(8)
     trimmed, whole, few, all_of_them = both(engine, batch)
     np.testing.assert_allclose(trimmed, whole, rtol=1e-5, atol=1e-5)
@@ -69,7 +70,7 @@ def test_scores_are_those_of_the_whole_layer(name, space, unit, attention):
 def test_classification_heads_that_read_the_first_token(name):
     model = make(name, "ForSequenceClassification", num_labels=3)
     pristine = copy.deepcopy(model)
-    engine = TorchEngine(model, Space("full"), unit=Unit(4), pad_id=1)
+    engine = TorchEngine(model, Space("full"), micro_batch=MicroBatch(4), pad_id=1)
     batch = Batch(make_batch(6).prompts, Readout("head", classes=3))
     trimmed, whole, few, _ = both(engine, batch)
     np.testing.assert_allclose(trimmed, whole, rtol=1e-5, atol=1e-5)
@@ -90,7 +91,7 @@ def test_candidates_read_several_positions(name, shared):
         return tuple(int(t) for t in rng.integers(5, VOCAB, size=rng.integers(low, high)))
 
     prompts = tuple(Prompt(tokens(6, 14), label=0, candidates=(tokens(1, 5), tokens(2, 4))) for _ in range(5))
-    engine = TorchEngine(make(name), Space("full"), unit=Unit(3), pad_id=1)
+    engine = TorchEngine(make(name), Space("full"), micro_batch=MicroBatch(3), pad_id=1)
     engine.share_prompts = shared
     trimmed, whole, few, all_of_them = both(engine, Batch(prompts, Readout("candidates")))
     np.testing.assert_allclose(trimmed, whole, rtol=1e-5, atol=1e-5)

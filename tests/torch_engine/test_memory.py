@@ -37,7 +37,7 @@ def step_of(engine: TorchEngine, batch: Batch) -> None:
 
 def beside(engine: TorchEngine) -> int:
     """What is beside the two modules: both members of the vectors and their noise, in float32, and some small change."""
-    return 4 * 4 * sum(held.values.numel() for held in engine.population.flats) + 2**20
+    return 4 * 4 * sum(held.values.numel() for held in engine.population.flat_buffers) + 2**20
 
 
 class Live(TorchDispatchMode):

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from mezzo.engines.base import Unit
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.method.space import Space
-from mezzo.types import Batch, Probe, Prompt, Readout
+from mezzo.types import Batch, MicroBatch, Probe, Prompt, Readout
 from tests.conftest import make_batch, make_llama, make_roberta
 from tests.reference import plain_scores, written
 
@@ -34,7 +33,7 @@ MIXED = (Probe(), Probe(((7, 0.02), (9, -0.01))), Probe(((9, 0.03),)))
 def engine_for(
     model: torch.nn.Module, space: Space, kind: str = "rademacher", rows: int = 64, members: int = 2
 ) -> TorchEngine:
-    engine = TorchEngine(model, space, noise_kind=kind, unit=Unit(rows=rows, members=members), seed=3)
+    engine = TorchEngine(model, space, noise_kind=kind, micro_batch=MicroBatch(rows=rows, members=members), seed=3)
     rng = np.random.default_rng(1)  # LoRA's B starts at zero, which would hide mistakes in A
     engine.load_state({n: (v + rng.normal(0, 0.05, v.shape)).astype(np.float32) for n, v in engine.state().items()})
     return engine
@@ -92,8 +91,8 @@ def test_padding_order_and_micro_batches_do_not_matter(model, space):
     shuffled = np.random.default_rng(0).permutation(9)
     again = engine.score(Batch(tuple(batch.prompts[i] for i in shuffled), batch.readout), PAIR)
     np.testing.assert_allclose(again, scores[:, shuffled], atol=1e-5)
-    for unit in (Unit(1), Unit(2), Unit(4, pad_to=16), Unit(64, pad_to=32)):
-        other = TorchEngine(copy.deepcopy(model), space, unit=unit, seed=3)
+    for unit in (MicroBatch(1), MicroBatch(2), MicroBatch(4, pad_to=16), MicroBatch(64, pad_to=32)):
+        other = TorchEngine(copy.deepcopy(model), space, micro_batch=unit, seed=3)
         other.load_state(engine.state())
         np.testing.assert_allclose(other.score(batch, PAIR), scores, atol=1e-5)
 

@@ -16,13 +16,12 @@ from transformers import AutoModelForMaskedLM, DynamicCache
 
 import mezzo
 from mezzo import api
-from mezzo.engines.base import Unit
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.errors import ConfigError, JournalError, MezzoError, ModelError
 from mezzo.evaluation.evaluate import scores_of
 from mezzo.journal.journal import Journal, read
 from mezzo.method.space import Space
-from mezzo.types import Batch, Probe, Prompt, Readout
+from mezzo.types import Batch, MicroBatch, Probe, Prompt, Readout
 from tests.conftest import make_batch, make_llama, make_roberta
 from tests.reference import z_of
 from tests.torch_engine.test_families import FAMILIES, REFUSED, make
@@ -33,7 +32,7 @@ CAUSAL = ("opt", "gpt2", "qwen2", "qwen3", "gemma2", "gemma3", "mistral")
 
 
 def engine_of(model: torch.nn.Module, space: Space = PREFIX, rows: int = 4) -> TorchEngine:
-    engine = TorchEngine(model, space, unit=Unit(rows), seed=3, pad_id=1)
+    engine = TorchEngine(model, space, micro_batch=MicroBatch(rows), seed=3, pad_id=1)
     rng = np.random.default_rng(1)
     engine.load_state({n: (v + rng.normal(0, 0.3, v.shape)).astype(np.float32) for n, v in engine.state().items()})
     return engine

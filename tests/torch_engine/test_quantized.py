@@ -14,13 +14,12 @@ from transformers import AutoModelForMaskedLM, RobertaConfig, RobertaForMaskedLM
 
 from mezzo import api
 from mezzo.cli import main
-from mezzo.engines.base import Unit
 from mezzo.engines.torch import quantized
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.engines.torch.loading import load_model
 from mezzo.errors import ConfigError, SpaceError
 from mezzo.method.space import Space
-from mezzo.types import Probe
+from mezzo.types import MicroBatch, Probe
 from tests.conftest import make_batch, train_tokenizer
 
 KINDS = ("8bit", "4bit")
@@ -48,7 +47,7 @@ def packed(folder: str, kind: str) -> Any:
 @pytest.mark.parametrize("space", [Space("lora", rank=4), Space("prefix"), Space("lora", layers="1:")], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_equal_one_plain_forward_an_example(kind, space, folder):
-    engine = TorchEngine(packed(folder, kind), space, unit=Unit(4), pad_id=1, cache_mb=1)
+    engine = TorchEngine(packed(folder, kind), space, micro_batch=MicroBatch(4), pad_id=1, cache_mb=1)
     rng = np.random.default_rng(0)
     engine.load_state({n: (v + rng.normal(0, 0.1, v.shape)).astype(np.float32) for n, v in engine.state().items()})
     assert {p.dtype for p in engine.model.parameters() if p.ndim == 2} & {torch.int8, torch.uint8}
@@ -56,7 +55,7 @@ def test_scores_equal_one_plain_forward_an_example(kind, space, folder):
     batch = make_batch(7)
     engine.check(batch, 1e-2)
     together = engine.score(batch, PAIR)
-    alone = TorchEngine(packed(folder, kind), space, unit=Unit(1, members=1), pad_id=1)
+    alone = TorchEngine(packed(folder, kind), space, micro_batch=MicroBatch(1, members=1), pad_id=1)
     alone.load_state(engine.state())
     np.testing.assert_allclose(together, alone.score(batch, PAIR), rtol=1e-4, atol=1e-4)
     assert np.abs(together[0] - together[1]).max() > 1e-3

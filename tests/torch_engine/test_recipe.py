@@ -122,7 +122,7 @@ class PublishedNoise:
 def test_the_engine_follows_the_recipe(batches, decay):
     model = make_roberta()
     engine = TorchEngine(copy.deepcopy(model), Space("full"))
-    engine.population.work.source = PublishedNoise(model)
+    engine.population.ops.source = PublishedNoise(model)
     optimizer = Sgd(lambda _: LR, decay)
     np.random.seed(42)
     for batch in batches:

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from mezzo import api
-from mezzo.engines.base import EngineSpec, Unit
+from mezzo.engines.base import EngineSpec
 from mezzo.engines.torch import open_engine
 from mezzo.engines.torch.engine import TorchEngine
-from mezzo.engines.torch.forward.frozen_cache import MIB, Trunk
+from mezzo.engines.torch.forward.frozen_cache import MIB, FrozenCache
 from mezzo.errors import ModelError
 from mezzo.journal.journal import read
 from mezzo.method.space import Space
-from mezzo.types import Batch, Probe, Prompt, Readout
+from mezzo.types import Batch, MicroBatch, Probe, Prompt, Readout
 from tests.conftest import make_batch, make_llama, make_roberta
 from tests.torch_engine.test_families import FAMILIES, make
 
@@ -38,7 +38,7 @@ MAKERS = {
 
 
 def engine_of(model: Any, space: Space, cache_mb: float, rows: int = 4) -> TorchEngine:
-    engine = TorchEngine(copy.deepcopy(model), space, unit=Unit(rows), seed=3, pad_id=1, cache_mb=cache_mb)
+    engine = TorchEngine(copy.deepcopy(model), space, micro_batch=MicroBatch(rows), seed=3, pad_id=1, cache_mb=cache_mb)
     rng = np.random.default_rng(1)
     engine.load_state({n: (v + rng.normal(0, 0.05, v.shape)).astype(np.float32) for n, v in engine.state().items()})
     return engine
@@ -49,9 +49,9 @@ def engine_of(model: Any, space: Space, cache_mb: float, rows: int = 4) -> Torch
 def test_scores_are_those_without_a_cache(family, space):
     model, batch = MAKERS[family](), make_batch(9)
     plain = engine_of(model, space, 0)
-    assert plain.trunk is None
+    assert plain.frozen_cache is None
     cached = engine_of(model, space, 1)
-    assert len(cached.trunk.layers) == 1
+    assert len(cached.frozen_cache.layers) == 1
     cached.check(batch, 1e-2)
     for _ in range(2):
         np.testing.assert_allclose(cached.score(batch, PAIR), plain.score(batch, PAIR), rtol=1e-5, atol=1e-5)
@@ -61,10 +61,10 @@ def test_scores_are_those_without_a_cache(family, space):
 
 def test_all_layers_are_below_a_head():
     engine, batch = engine_of(make_roberta(), Space("head"), 1), make_batch(9)
-    assert len(engine.trunk.layers) == 2
+    assert len(engine.frozen_cache.layers) == 2
     engine.score(batch, PAIR)
     engine.score(batch, PAIR)
-    assert (engine.trunk.asked, engine.trunk.computed) == (36, 9)
+    assert (engine.frozen_cache.asked, engine.frozen_cache.computed) == (36, 9)
     assert engine.describe()["trunk"]["saved_share"] == 0.75
 
 
@@ -89,9 +89,9 @@ def test_behind_frozen_layers_only_what_is_read_is_kept_and_seen(family, space):
     for _ in range(2):
         np.testing.assert_allclose(cached.score(batch, PAIR), plain.score(batch, PAIR), rtol=1e-5, atol=1e-5)
     assert seen[-1] == (18, 1)
-    kept = [*cached.trunk._kept.values(), cached.trunk._last[2]]
-    assert cached.trunk.held == 4 * sum(state.numel() for state in kept)
-    assert {tuple(state.shape) for state in cached.trunk._kept.values()} == {(1, model.config.hidden_size)}
+    kept = [*cached.frozen_cache._kept.values(), cached.frozen_cache._last[2]]
+    assert cached.frozen_cache.held == 4 * sum(state.numel() for state in kept)
+    assert {tuple(state.shape) for state in cached.frozen_cache._kept.values()} == {(1, model.config.hidden_size)}
 
 
 def test_candidates_are_read_at_several_positions():
@@ -108,12 +108,12 @@ def test_candidates_are_read_at_several_positions():
 @pytest.mark.parametrize("space", [Space("full"), Space("lora"), Space("prefix"), Space("*embed*")])
 def test_nothing_is_kept_when_the_first_layer_or_the_embeddings_train(space):
     for make_model in (make_roberta, make_llama):
-        assert engine_of(make_model(), space, 100).trunk is None
+        assert engine_of(make_model(), space, 100).frozen_cache is None
 
 
 def test_a_layer_that_every_depth_shares_is_not_cut():
     engine = engine_of(make(*FAMILIES["albert"]), Space("head"), 100)
-    assert engine.trunk is None
+    assert engine.frozen_cache is None
     engine.check(make_batch(), 1e-2)
 
 
@@ -126,9 +126,9 @@ def test_the_bound_is_kept_and_does_not_show_in_the_bits():
     for _ in range(6):
         some = Batch(tuple(batch.prompts[i] for i in rng.permutation(40)[:16]), batch.readout)
         assert np.array_equal(small.score(some, PAIR), large.score(some, PAIR))
-        assert small.trunk.held <= room * MIB
-    assert small.trunk.computed > large.trunk.computed == len(large.trunk._kept) <= 40
-    assert small.trunk.held == sum(t.numel() * 4 for t in small.trunk._kept.values())
+        assert small.frozen_cache.held <= room * MIB
+    assert small.frozen_cache.computed > large.frozen_cache.computed == len(large.frozen_cache._kept) <= 40
+    assert small.frozen_cache.held == sum(t.numel() * 4 for t in small.frozen_cache._kept.values())
 
 
 def test_what_is_at_hand_counts_and_does_not_show_in_the_bits():
@@ -139,16 +139,16 @@ def test_what_is_at_hand_counts_and_does_not_show_in_the_bits():
         engine, large = (engine_of(model, Space("head"), mb, rows=8) for mb in (room / MIB, 1))
         for _ in range(2):
             assert np.array_equal(engine.score(batch, PAIR), large.score(batch, PAIR))
-            assert engine.trunk.held <= room
-        assert (engine.trunk._last is not None) == at_hand
-        assert engine.trunk.held == (3 if at_hand else 1) * states
-        engine.trunk.forget()
-        assert engine.trunk.held == 0
+            assert engine.frozen_cache.held <= room
+        assert (engine.frozen_cache._last is not None) == at_hand
+        assert engine.frozen_cache.held == (3 if at_hand else 1) * states
+        engine.frozen_cache.forget()
+        assert engine.frozen_cache.held == 0
 
 
 def test_a_layer_that_never_runs_is_said():
     model, other = make_roberta(), make_roberta(1)
-    frozen = Trunk(model, [other.roberta.encoder.layer[0]], [0], MIB, whole=False)
+    frozen = FrozenCache(model, [other.roberta.encoder.layer[0]], [0], MIB, whole=False)
     with pytest.raises(ModelError, match=r"RobertaForMaskedLM passed over its last frozen layer.*use --cache-mb 0"):
         frozen._state(((5, 6, 7), (), ()), lambda ids, _: {"input_ids": ids})
 
@@ -200,7 +200,7 @@ def test_a_head_alone_takes_many_rows_and_one_thread_and_gives_the_threads_back(
                 tiny_folder, "masked", Space(space), 64, fewer_rows=True, classes=classes, cache_mb=1, device="cpu"
             )
             engine = open_engine(spec)
-            assert (engine.unit.rows, torch.get_num_threads()) == (rows, threads)
+            assert (engine.micro_batch.rows, torch.get_num_threads()) == (rows, threads)
             engine.close()
             assert torch.get_num_threads() == 2
     finally:

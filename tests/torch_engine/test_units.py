@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from mezzo.engines.base import Foresighted, Unit
+from mezzo.engines.base import Foresighted
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.engines.torch.forward.inputs import pack
 from mezzo.method.space import Space
-from mezzo.types import Batch, Probe, Prompt, Question, Readout
+from mezzo.types import Batch, MicroBatch, Probe, Prompt, Question, Readout
 from tests.conftest import make_batch, make_roberta
 
 PAIR = (Probe(((7, 0.02),)), Probe(((7, -0.02),)))
@@ -19,15 +19,15 @@ def batch_of(*lengths: int) -> Batch:
 
 
 def test_units_that_would_be_mostly_padding_are_halved():
-    shapes = [tuple(rows.ids.shape) for rows in pack(batch_of(4, 5, 20, 19), Unit(4, waste=0.1), 1)]
+    shapes = [tuple(rows.ids.shape) for rows in pack(batch_of(4, 5, 20, 19), MicroBatch(4, waste=0.1), 1)]
     assert shapes == [(2, 5), (2, 20)]
-    assert [len(r.ids) for r in pack(batch_of(18, 19, 20, 19), Unit(4, waste=0.1), 1)] == [4]
-    assert [len(r.ids) for r in pack(batch_of(4, 5, 20, 19), Unit(4), 1)] == [4]
+    assert [len(r.ids) for r in pack(batch_of(18, 19, 20, 19), MicroBatch(4, waste=0.1), 1)] == [4]
+    assert [len(r.ids) for r in pack(batch_of(4, 5, 20, 19), MicroBatch(4), 1)] == [4]
 
 
 def test_every_row_comes_back_to_its_example():
     batch = make_batch(13, lengths=(3, 40))
-    groups = pack(batch, Unit(5, waste=0.05, pad_to=4), 1)
+    groups = pack(batch, MicroBatch(5, waste=0.05, pad_to=4), 1)
     places = [int(example) for rows in groups for example in rows.places[0]]
     assert sorted(places) == list(range(13))
     for rows in groups:
@@ -37,7 +37,7 @@ def test_every_row_comes_back_to_its_example():
 
 
 def test_a_batch_laid_out_ahead_is_used_only_for_itself():
-    engine = TorchEngine(make_roberta(), Space("lora", rank=2), unit=Unit(4), pad_id=1)
+    engine = TorchEngine(make_roberta(), Space("lora", rank=2), micro_batch=MicroBatch(4), pad_id=1)
     assert isinstance(engine, Foresighted)
     batches = make_batch(6, seed=1), make_batch(6, seed=2)
     expected = [engine.score(batch, PAIR) for batch in batches]

@@ -15,7 +15,7 @@ from mezzo.engines.torch.weights import flat_buffer, reference
 from mezzo.errors import SpaceError
 from mezzo.method import noise, rounding
 from mezzo.method.space import USUAL_NOISE_RANK, Space
-from mezzo.types import Probe, Trained, Update
+from mezzo.types import Probe, TrainedTensor, Update
 from tests.conftest import make_batch, make_llama, make_roberta
 from tests.reference import plain_scores, written
 
@@ -35,7 +35,7 @@ def small(request, monkeypatch):
 
 
 def updated(
-    value: np.ndarray, trained: Trained, kind: noise.Kind, update: Update, dtype: str = "float32"
+    value: np.ndarray, trained: TrainedTensor, kind: noise.Kind, update: Update, dtype: str = "float32"
 ) -> np.ndarray:
     """acc = fl(θ·keep); for each term acc = fl(acc − fl(c·z)); all in float32, rounded once into what the model stores."""
     acc = value.astype(np.float32)
@@ -150,17 +150,17 @@ def test_the_self_check_names_a_module_that_differs(monkeypatch):
 
 
 def test_the_self_check_finds_its_words_where_norms_are_vectorised():
-    """Trained norms of a Llama run inside a vmap, whose tensors nobody may keep."""
+    """TrainedTensor norms of a Llama run inside a vmap, whose tensors nobody may keep."""
     from mezzo.errors import ModelError
 
     engine = TorchEngine(make_llama(), Space("full"))
     broken = engine.model.model.layers[1].mlp.up_proj
     kept = broken.forward
     broken.forward = lambda x: kept(x) * (1.01 if engine.population.probes else 1)
-    trunk, graphs = engine.trunk, engine.graphs
+    trunk, graphs = engine.frozen_cache, engine.graphs
     with pytest.raises(ModelError, match=r"first in model\.layers\.1\.mlp\.up_proj; try another --space"):
         engine.check(make_batch(), 1e-2)
-    assert engine.population.trims and (engine.trunk, engine.graphs) == (trunk, graphs), "as they were"
+    assert engine.population.trims and (engine.frozen_cache, engine.graphs) == (trunk, graphs), "as they were"
 
 
 def test_a_merged_model_is_free_of_the_engine():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mezzo.bench import published_step
 from mezzo.bench.shapes import Shape, random_model
-from mezzo.engines.torch import unit_of
+from mezzo.engines.torch import choose_micro_batch
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.journal.journal import Journal
 from mezzo.method.estimators import Spsa
@@ -43,9 +43,17 @@ class Setting:
 
     def engine(self, space: Space, kind: Kind = "rademacher") -> TorchEngine:
         model = random_model(self.shape, self.dtype, self.device)
-        unit = unit_of(self.micro_batch or len(self.batch), self.micro_batch is None, self.device.type)
+        micro_batch = choose_micro_batch(
+            self.micro_batch or len(self.batch), self.micro_batch is None, self.device.type
+        )
         return TorchEngine(
-            model, space, noise_kind=kind, unit=unit, pad_id=PAD, device=self.device, base_digest="random weights"
+            model,
+            space,
+            noise_kind=kind,
+            micro_batch=micro_batch,
+            pad_id=PAD,
+            device=self.device,
+            base_digest="random weights",
         )
 
 

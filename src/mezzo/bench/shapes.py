@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from mezzo.engines.hf_hub import Family
 from mezzo.errors import ConfigError, nearest
-from mezzo.types import Batch, Prompt, Readout
+from mezzo.types import Batch, Family, Prompt, Readout
 
 
 @dataclass(frozen=True, slots=True)

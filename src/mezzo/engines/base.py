@@ -9,24 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from mezzo.engines.hf_hub import Family
 from mezzo.method.noise import Kind
 from mezzo.method.space import Space
-from mezzo.types import Batch, Probe, Question, Scores, Trained, Update
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """The unit of work: how many examples and probes one forward takes, and to what multiple lengths are padded.
-    Examples of which padding would be more than the share `waste` are halved, short ones apart from long ones.
-
-    Fixed before step 1 and kept in the journal's header, so that it does not matter who computes a unit.
-    """
-
-    rows: int
-    members: int = 2
-    pad_to: int = 1
-    waste: float = 1.0
+from mezzo.types import Batch, Family, MicroBatch, Probe, Question, Scores, TrainedTensor, Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +45,8 @@ class EngineSpec:
 class Engine(Protocol):
     """Answers one question: the scores of each example's candidates, at each probe."""
 
-    unit: Unit
-    trained: tuple[Trained, ...]
+    micro_batch: MicroBatch
+    trained: tuple[TrainedTensor, ...]
     base_digest: str
 
     def score(self, batch: Batch, probes: Sequence[Probe]) -> Scores:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from mezzo.errors import ModelError, nearest
+from mezzo.types import Family
 
-Family = Literal["masked", "causal"]
 BUNDLED = "mezzo/"
 VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab*", "*.model", "*.tiktoken")
 """Files of which a tokenizer has one, whoever wrote it."""

@@ -9,7 +9,7 @@ import numpy as np
 from mezzo.engines.base import Engine
 from mezzo.errors import SpaceError
 from mezzo.method import noise
-from mezzo.types import Batch, Probe, Prompt, Scores, Trained
+from mezzo.types import Batch, Probe, Prompt, Scores, TrainedTensor
 
 
 def check_alive(engine: Engine, batch: Batch, eps: float) -> None:
@@ -38,7 +38,7 @@ def _continued(prompt: Prompt) -> int:
     return max((len(candidate) for candidate in prompt.candidates), default=0)
 
 
-def refuse_dead(trained: Sequence[Trained], perturbed: Scores, base: Scores) -> None:
+def refuse_dead(trained: Sequence[TrainedTensor], perturbed: Scores, base: Scores) -> None:
     """Raise SpaceError when scores[P, B, C] at the probes are those of the base, or no numbers."""
     if not np.isfinite(np.where(np.isneginf(perturbed), 0, perturbed)).all():
         raise SpaceError("perturbed scores are not numbers: --eps is far too large, or the model's weights are damaged")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mezzo.errors import SpaceError, nearest
-from mezzo.types import TensorInfo, Trained
+from mezzo.types import TensorInfo, TrainedTensor
 
 SPACES = ("full", "matrices", "lora", "prefix", "head")
 USUAL_NOISE_RANK = 8
@@ -62,7 +62,7 @@ class Space:
         return self.alpha / self.rank
 
 
-def select(space: Space, tensors: Sequence[TensorInfo]) -> tuple[Trained, ...]:
+def select(space: Space, tensors: Sequence[TensorInfo]) -> tuple[TrainedTensor, ...]:
     """The trained tensors, in the engine's order. Raises SpaceError when the choice is empty."""
     make = {"lora": _lora, "prefix": _prefix}.get(space.kind, _existing)
     chosen = make(space, tensors)
@@ -88,25 +88,25 @@ def prefix_names(attention: str) -> tuple[str, str]:
     return f"{attention}.prefix_key", f"{attention}.prefix_value"
 
 
-def _existing(space: Space, tensors: Sequence[TensorInfo]) -> tuple[Trained, ...]:
+def _existing(space: Space, tensors: Sequence[TensorInfo]) -> tuple[TrainedTensor, ...]:
     wanted = [t for t in tensors if _wanted(space.kind, t)]
     if not wanted:
         hint = "this model's head is tied to its embeddings" if space.kind == "head" else f"it has {_sample(tensors)}"
         raise SpaceError(f"space {space.kind!r} selects no tensor of this model; {hint}")
     wanted = _in_layers(space.layers, wanted)
     return tuple(
-        Trained(t.name, t.shape, t.kind, rank=_noise_rank(space, t), decay=_decays(space, t.kind)) for t in wanted
+        TrainedTensor(t.name, t.shape, t.kind, rank=_noise_rank(space, t), decay=_decays(space, t.kind)) for t in wanted
     )
 
 
-def _lora(space: Space, tensors: Sequence[TensorInfo]) -> tuple[Trained, ...]:
+def _lora(space: Space, tensors: Sequence[TensorInfo]) -> tuple[TrainedTensor, ...]:
     linear = {t.name.removesuffix(".weight"): t for t in tensors if t.linear}
     targets = space.targets or _default_targets(linear)
     matched = linear if targets == ("all-linear",) else {m: t for m, t in linear.items() if _targets_match(m, targets)}
     if not matched:
         leaves = sorted({module.rsplit(".", 1)[-1] for module in linear})
         raise SpaceError(f"LoRA targets {_shown(targets)} match no linear layer; this model has {', '.join(leaves)}")
-    chosen: list[Trained] = []
+    chosen: list[TrainedTensor] = []
     for info in _in_layers(space.layers, list(matched.values())):
         out, inner = reversed(info.shape) if info.transposed else info.shape
         if space.rank > min(out, inner):
@@ -114,14 +114,14 @@ def _lora(space: Space, tensors: Sequence[TensorInfo]) -> tuple[Trained, ...]:
                 f"rank {space.rank} is more than {info.name} has ({min(out, inner)}); choose a smaller --rank"
             )
         name_a, name_b = lora_names(info.name)
-        chosen.append(Trained(name_a, (space.rank, inner), "lora_A"))
-        chosen.append(Trained(name_b, (out, space.rank), "lora_B"))
+        chosen.append(TrainedTensor(name_a, (space.rank, inner), "lora_A"))
+        chosen.append(TrainedTensor(name_b, (out, space.rank), "lora_B"))
     return tuple(chosen)
 
 
-def _prefix(space: Space, tensors: Sequence[TensorInfo]) -> tuple[Trained, ...]:
+def _prefix(space: Space, tensors: Sequence[TensorInfo]) -> tuple[TrainedTensor, ...]:
     chosen = _in_layers(space.layers, [t for t in tensors if t.kind == "prefix"])
-    return tuple(Trained(t.name, (t.shape[0], space.tokens, t.shape[1]), "prefix") for t in chosen)
+    return tuple(TrainedTensor(t.name, (t.shape[0], space.tokens, t.shape[1]), "prefix") for t in chosen)
 
 
 def _default_targets(linear: Iterable[str]) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ def _noise_rank(space: Space, tensor: TensorInfo) -> int:
     return space.noise_rank if len(tensor.shape) == 2 and min(tensor.shape) > space.noise_rank else 0
 
 
-def _refuse_noise_rank(space: Space, chosen: Sequence[Trained]) -> None:
+def _refuse_noise_rank(space: Space, chosen: Sequence[TrainedTensor]) -> None:
     """Low-rank noise that is low-rank nowhere was not meant. The usual rank may meet nothing but a head of two classes."""
     ranks = [min(t.shape) for t in chosen if len(t.shape) == 2 and t.kind not in ("lora_A", "lora_B")]
     if space.noise_rank > USUAL_NOISE_RANK and ranks and space.noise_rank >= max(ranks):
@@ -198,6 +198,6 @@ def _shown(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names)
 
 
-def _sample(tensors: Sequence[TensorInfo] | Sequence[Trained], count: int = 3) -> str:
+def _sample(tensors: Sequence[TensorInfo] | Sequence[TrainedTensor], count: int = 3) -> str:
     names = [t.name for t in tensors]
     return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mezzo.engines.microbatch import Piece, width_of
+from mezzo.engines.microbatch import EngineCall, candidate_count
 from mezzo.types import Batch
 
 Name = TypeVar("Name")
@@ -15,12 +15,12 @@ TOLERANCE = 1e-3
 """Largest difference of one unit's scores between two workers, relative to their size; equal machines differ by nothing."""
 
 
-def well_formed(found: Any, piece: Piece) -> bool:
+def well_formed(found: Any, piece: EngineCall) -> bool:
     """Whether this is an array of scores for that piece at all."""
     return (
         isinstance(found, np.ndarray)
         and found.dtype == np.float32
-        and found.shape == (len(piece.probes), len(piece.batch), width_of(piece.batch))
+        and found.shape == (len(piece.probes), len(piece.batch), candidate_count(piece.batch))
     )
 
 

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mezzo.engines.base import Unit
-from mezzo.engines.microbatch import Piece, Work, pieces_of, units_of, width_of
+from mezzo.engines.microbatch import EngineCall, WorkUnit, candidate_count, group_calls, split_into_units
 from mezzo.errors import RunFailed
 from mezzo.parallel.consensus import alike, dissenters
 from mezzo.parallel.messages import Facts
 from mezzo.parallel.stats import Cost
-from mezzo.types import Batch, Probe, Scores, Update
+from mezzo.types import Batch, MicroBatch, Probe, Scores, Update
 
 ROUNDS = 4
 """Times that disagreeing workers are rebuilt before the run gives up."""
@@ -27,7 +26,7 @@ class WorkersEngine(ABC):
     """The engine contract for a driver that holds no weights. `log` is the journal's updates: where all workers must be."""
 
     def __init__(self, facts: Facts, cost: Cost, log: list[Update], check_every: int) -> None:
-        self.unit: Unit = facts.unit
+        self.micro_batch: MicroBatch = facts.micro_batch
         self.trained, self.base_digest = facts.trained, facts.base_digest
         self.facts, self.cost, self.log, self.check_every = facts, cost, log, check_every
         self._checked = 0
@@ -35,7 +34,7 @@ class WorkersEngine(ABC):
     # ---- how workers are reached
 
     @abstractmethod
-    def answers(self, question: str, batch: Batch, probes: Sequence[Probe], *extra: Any) -> dict[Work, Any]:
+    def answers(self, question: str, batch: Batch, probes: Sequence[Probe], *extra: Any) -> dict[WorkUnit, Any]:
         """What was found for every unit of a batch, each answer one that can be true."""
 
     @abstractmethod
@@ -50,14 +49,14 @@ class WorkersEngine(ABC):
     def rebuild(self, worker: Any, why: str) -> None:
         """Let a worker begin again from the base model and the journal."""
 
-    def pieces(self, batch: Batch, probes: Sequence[Probe], works: Sequence[Work]) -> list[Piece]:
-        return pieces_of(batch, probes, works, self.facts.joins_units)
+    def pieces(self, batch: Batch, probes: Sequence[Probe], works: Sequence[WorkUnit]) -> list[EngineCall]:
+        return group_calls(batch, probes, works, self.facts.joins_units)
 
     # ---- the contract
 
     def score(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
         self._check_if_due(batch, probes)
-        out = np.full((len(probes), len(batch), width_of(batch)), -np.inf, dtype=np.float32)
+        out = np.full((len(probes), len(batch), candidate_count(batch)), -np.inf, dtype=np.float32)
         for work, scores in self.answers("score", batch, probes).items():
             out[work.first : work.last, list(work.places), : scores.shape[2]] = scores
         return out
@@ -100,8 +99,8 @@ class WorkersEngine(ABC):
             return
         self._checked = len(self.log)
         self.digest()
-        first = self.pieces(batch, probes, units_of(batch, len(probes), self.unit)[:1])
-        self._agreed("scores", alike, "score", first, self.unit)
+        first = self.pieces(batch, probes, split_into_units(batch, len(probes), self.micro_batch)[:1])
+        self._agreed("scores", alike, "score", first, self.micro_batch)
 
     def _agreed(self, what: str, same: Any, question: str, *values: Any) -> Any:
         for _ in range(ROUNDS):

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mezzo.engines.base import EngineSpec, Unit
-from mezzo.types import Trained, Update
+from mezzo.engines.base import EngineSpec
+from mezzo.types import MicroBatch, TrainedTensor, Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class Post:
 class Facts:
     """What a worker says of itself once its engine is up."""
 
-    unit: Unit
-    trained: tuple[Trained, ...]
+    micro_batch: MicroBatch
+    trained: tuple[TrainedTensor, ...]
     base_digest: str
     describe: Mapping[str, Any]
     joins_units: bool

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mezzo.engines.microbatch import Work, units_of
+from mezzo.engines.microbatch import WorkUnit, split_into_units
 from mezzo.parallel.engine import WorkersEngine
 from mezzo.parallel.messages import Failed, Post
 from mezzo.parallel.scheduler import Pace, Shift
@@ -43,11 +43,11 @@ class PoolEngine(WorkersEngine):
         self._adjust()
         return super().score(batch, probes)
 
-    def answers(self, question: str, batch: Batch, probes: Sequence[Probe], *extra: Any) -> dict[Work, Any]:
+    def answers(self, question: str, batch: Batch, probes: Sequence[Probe], *extra: Any) -> dict[WorkUnit, Any]:
         self.cost.begin(training=any(probe.terms for probe in probes))
-        works = units_of(batch, len(probes), self.unit)
+        works = split_into_units(batch, len(probes), self.micro_batch)
         cut = lambda chosen: self.pieces(batch, probes, chosen)  # noqa: E731
-        found = Shift(self.crew, self.pace, self.cost, question, works, cut, (self.unit, *extra)).run()
+        found = Shift(self.crew, self.pace, self.cost, question, works, cut, (self.micro_batch, *extra)).run()
         self.cost.end(len(self.crew.up()))
         return found
 

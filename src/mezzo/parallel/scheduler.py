@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mezzo.engines.microbatch import Piece, Work, width_of
+from mezzo.engines.microbatch import EngineCall, WorkUnit, candidate_count
 from mezzo.parallel.consensus import are_numbers, well_formed
 from mezzo.parallel.messages import Answer, Failed
 from mezzo.parallel.stats import Cost
@@ -57,8 +57,8 @@ class Pace:
 class Job:
     """What one member was given: some units, as the pieces its engine computes."""
 
-    works: frozenset[Work]
-    pieces: list[Piece]
+    works: frozenset[WorkUnit]
+    pieces: list[EngineCall]
     cost: int
     late: float
     offered: bool = False
@@ -80,8 +80,8 @@ class Shift:
         pace: Pace,
         cost: Cost,
         question: str,
-        works: Sequence[Work],
-        cut: Callable[[Sequence[Work]], list[Piece]],
+        works: Sequence[WorkUnit],
+        cut: Callable[[Sequence[WorkUnit]], list[EngineCall]],
         extra: tuple[Any, ...],
     ) -> None:
         self.crew, self.pace, self.cost = crew, pace, cost
@@ -92,11 +92,11 @@ class Shift:
         self.waiting = deque(reversed(works))
         self.queued = set(works)
         self.given: dict[Member, Job] = {}
-        self.found: dict[Work, Any] = {}
-        self.doubts: dict[Work, Doubt] = {}
-        self.failures: dict[Work, int] = {}
+        self.found: dict[WorkUnit, Any] = {}
+        self.doubts: dict[WorkUnit, Doubt] = {}
+        self.failures: dict[WorkUnit, int] = {}
 
-    def run(self) -> dict[Work, Any]:
+    def run(self) -> dict[WorkUnit, Any]:
         """What was found, unit by unit."""
         while self.open:
             self.crew.staff()
@@ -122,10 +122,10 @@ class Shift:
                 job = self.given[member] = Job(frozenset(works), pieces, cost, self.pace.late(cost))
                 self.crew.order(member, self.question, (pieces, *self.extra), self.pace.limit(cost), job)
 
-    def _next(self, member: Member, size: int) -> list[Work]:
+    def _next(self, member: Member, size: int) -> list[WorkUnit]:
         """Units for a member, as whole as they were cut: in their order."""
-        chosen: list[Work] = []
-        aside: list[Work] = []
+        chosen: list[WorkUnit] = []
+        aside: list[WorkUnit] = []
         while self.waiting and len(chosen) < size:
             work = self.waiting.popleft()
             if work in self.open:
@@ -134,7 +134,7 @@ class Shift:
         self.queued.difference_update(chosen)
         return sorted(chosen, key=self.order.__getitem__)
 
-    def _answered_by(self, member: Member, work: Work) -> bool:
+    def _answered_by(self, member: Member, work: WorkUnit) -> bool:
         """A doubtful unit goes to somebody else, as long as there is somebody else."""
         given = [who for who, _ in self.doubts[work].answers] if work in self.doubts else []
         return member in given and any(other not in given for other in self.crew.members)
@@ -181,11 +181,11 @@ class Shift:
                     if work in self.open:
                         self._judge(member, work, batch, value, rows)
 
-    def _judge(self, member: Member, work: Work, batch: Batch, value: Any, rows: slice) -> None:
+    def _judge(self, member: Member, work: WorkUnit, batch: Batch, value: Any, rows: slice) -> None:
         if self.question != "score":
             self._accept(work, [texts[rows] for texts in value])
             return
-        scores = value[:, rows, : width_of(batch)]
+        scores = value[:, rows, : candidate_count(batch)]
         if are_numbers(scores, batch):
             self._accept(work, scores)
             for other, _ in self.doubts.get(work, Doubt()).answers:
@@ -200,7 +200,7 @@ class Shift:
         else:
             self.cost.recomputed += 1  # it goes back into the queue
 
-    def _accept(self, work: Work, value: Any) -> None:
+    def _accept(self, work: WorkUnit, value: Any) -> None:
         self.crew.proven()
         self.open.discard(work)
         self.found[work] = value

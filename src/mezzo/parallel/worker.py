@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from mezzo.engines import ENGINES
-from mezzo.engines.base import Engine, EngineSpec, Unit
-from mezzo.engines.microbatch import Piece
+from mezzo.engines.base import Engine, EngineSpec
+from mezzo.engines.microbatch import EngineCall
 from mezzo.errors import JournalError, MezzoError
 from mezzo.parallel.messages import Answer, Facts, Failed, Order, Post, Route, packed, unpacked
 from mezzo.replay.replay import replay
 from mezzo.replay.snapshots import Snapshots
-from mezzo.types import Batch, Scores
+from mezzo.types import Batch, MicroBatch, Scores
 
 
 class Worker:
@@ -35,7 +35,7 @@ class Worker:
     def facts(self) -> Facts:
         engine = self.engine
         joins = bool(getattr(engine, "joins_units", False))
-        return Facts(engine.unit, engine.trained, engine.base_digest, engine.describe(), joins, os.getpid())
+        return Facts(engine.micro_batch, engine.trained, engine.base_digest, engine.describe(), joins, os.getpid())
 
     def answer(self, order: Order) -> Any:
         self.go(order.route)
@@ -54,12 +54,14 @@ class Worker:
 
     # ---- questions
 
-    def on_score(self, pieces: Sequence[Piece], unit: Unit) -> list[Scores]:
-        self.engine.unit = unit
+    def on_score(self, pieces: Sequence[EngineCall], micro_batch: MicroBatch) -> list[Scores]:
+        self.engine.micro_batch = micro_batch
         return [self.engine.score(piece.batch, piece.probes) for piece in pieces]
 
-    def on_generate(self, pieces: Sequence[Piece], unit: Unit, tokens: int) -> list[list[list[tuple[int, ...]]]]:
-        self.engine.unit = unit
+    def on_generate(
+        self, pieces: Sequence[EngineCall], micro_batch: MicroBatch, tokens: int
+    ) -> list[list[list[tuple[int, ...]]]]:
+        self.engine.micro_batch = micro_batch
         return [self.engine.generate(piece.batch, piece.probes, tokens) for piece in pieces]
 
     def on_check(self, batch: Batch, eps: float) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mezzo.config import RunConfig, calls_somebody, from_mapping
-from mezzo.engines.base import Engine, Unit, Workers
+from mezzo.engines.base import Engine, Workers
 from mezzo.errors import ConfigError, JournalError
 from mezzo.evaluation.evaluate import Evaluation
 from mezzo.evaluation.rewards import Reward, Rewarded, mean_reward, text_f1
@@ -27,7 +27,7 @@ from mezzo.runs.session import Session
 from mezzo.runs.trackers import Trackers, check_installed
 from mezzo.runs.trainer import Limits, MeZOTrainer
 from mezzo.tasks import Task, get_task
-from mezzo.types import Batch, Prompt
+from mezzo.types import Batch, MicroBatch, Prompt
 
 RESUMABLE = (
     *("steps", "time_limit", "patience", "eval_every", "eval_limit", "snapshot_minutes"),
@@ -81,7 +81,7 @@ def resume(path: str | Path, observe: Observer, changes: dict[str, Any], objecti
         method = _method(parts.config, objective)
         observe("loading", {"model": config.model, "task": parts.task.name})
         engine = _engine(parts)
-        engine.unit = unit
+        engine.micro_batch = unit
         check_base(engine, journal.content)
         if journal.content.torn:
             text = f"the last {journal.content.torn} bytes of the journal were torn and have been cut"
@@ -102,12 +102,12 @@ def _encoded(parts: setup.Parts, splits: datasets.Splits, observe: Observer) -> 
     return parts.encode(splits.train)
 
 
-def _recorded(content: Content) -> tuple[dict[str, Any], Unit, Task]:
+def _recorded(content: Content) -> tuple[dict[str, Any], MicroBatch, Task]:
     """What the header of a run to be continued says; it may be anybody's."""
     header = content.header
     try:
         sizes = {name: int(header["unit"][name]) for name in ("rows", "members", "pad_to")}
-        unit = Unit(**sizes, waste=float(header["unit"].get("waste", 1.0)))
+        unit = MicroBatch(**sizes, waste=float(header["unit"].get("waste", 1.0)))
         if min(unit.rows, unit.members, unit.pad_to) < 1 or unit.pad_to > LONGEST_PAD or not 0 <= unit.waste <= 1:
             raise ValueError(f"a unit of work of {unit}")
         return dict(header["config"]), unit, get_task(dict(header["task"]))

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from mezzo.config import RunConfig
-from mezzo.engines.hf_hub import Family, family_of, load_config
+from mezzo.engines.hf_hub import family_of, load_config
 from mezzo.errors import ConfigError, DataError
 from mezzo.journal.atomic_files import write_atomically
 from mezzo.limits import pairs
 from mezzo.method import noise
 from mezzo.tasks import MLMConfig, Task, bundled_data, get_task, k_shot, load_examples
-from mezzo.types import Example
+from mezzo.types import Example, Family
 
 HELD_OUT = 0.1
 """Share of the training data that becomes dev when no dev data is given."""

@@ -11,7 +11,7 @@ from typing import Any, cast
 from mezzo.config import RunConfig
 from mezzo.engines import open_engine
 from mezzo.engines.base import Engine, EngineSpec
-from mezzo.engines.hf_hub import Family, family_of, load_config, load_tokenizer, longest_input
+from mezzo.engines.hf_hub import family_of, load_config, load_tokenizer, longest_input
 from mezzo.errors import ConfigError, JournalError, ModelError
 from mezzo.evaluation.evaluate import Evaluation, Examined, evaluate, evaluate_texts
 from mezzo.method import noise, rounding
@@ -21,7 +21,7 @@ from mezzo.runs.datasets import splits_of, task_of
 from mezzo.runs.defaults import with_defaults
 from mezzo.tasks import Encoder, Task
 from mezzo.tasks.tokens import Tokens
-from mezzo.types import Example, Prompt, Readout
+from mezzo.types import Example, Family, Prompt, Readout
 
 
 @dataclass(frozen=True)
@@ -217,10 +217,10 @@ def header_of(parts: Parts, engine: Engine, train: Sequence[Prompt]) -> dict[str
         "dtype": config.dtype,
         "rounding": rounding.VERSION,
         "unit": {
-            "rows": engine.unit.rows,
-            "members": engine.unit.members,
-            "pad_to": engine.unit.pad_to,
-            "waste": engine.unit.waste,
+            "rows": engine.micro_batch.rows,
+            "members": engine.micro_batch.members,
+            "pad_to": engine.micro_batch.pad_to,
+            "waste": engine.micro_batch.waste,
         },
         "data": data_digest(train),
         "engine": engine.describe(),

@@ -13,7 +13,8 @@ from typing import Any
 
 from mezzo.errors import TaskError, nearest
 from mezzo.tasks.catalogue import CAUSAL, MASKED
-from mezzo.tasks.task import Family, Task
+from mezzo.tasks.task import Task
+from mezzo.types import Family
 
 _TABLES: dict[str, dict[str, dict[str, Any]]] = {"masked": MASKED, "causal": CAUSAL}
 _KEYS = tuple(f.name for f in dataclasses.fields(Task))

@@ -10,9 +10,8 @@ from typing import Any, Literal
 from mezzo.errors import TaskError, nearest
 from mezzo.tasks import templates
 from mezzo.tasks.template_ast import Pieces
-from mezzo.types import Example
+from mezzo.types import Example, Family
 
-Family = Literal["masked", "causal"]
 Kind = Literal["classification", "choice", "generation"]
 Metric = Literal["accuracy", "f1", "matthews"]
 

@@ -14,7 +14,7 @@ from mezzo.engines.torch import catalog
 from mezzo.engines.torch.loading import load_model
 from mezzo.method import noise
 from mezzo.method.space import Space, lora_names, select
-from mezzo.types import Trained
+from mezzo.types import TrainedTensor
 
 SAMPLE = tuple(range(4, 12))
 
@@ -27,8 +27,8 @@ class Facts:
 
     base_digest: str
     parameters: int
-    trained: tuple[Trained, ...]
-    frozen: tuple[Trained, ...]
+    trained: tuple[TrainedTensor, ...]
+    frozen: tuple[TrainedTensor, ...]
     start: str
     sample: tuple[float, ...] = ()
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -50,7 +50,7 @@ def facts_of(spec: EngineSpec) -> Facts:
     trained = select(space, tensors)
     if space.kind in TRAINABLE:
         refuse_tensors(space, trained)
-    frozen: tuple[Trained, ...] = ()
+    frozen: tuple[TrainedTensor, ...] = ()
     if space.kind == "lora":
         whole = select(Space("lora", space.rank, space.alpha, space.targets), tensors)
         names = {t.name for t in trained}
@@ -78,7 +78,7 @@ def _sample(model: torch.nn.Module) -> tuple[float, ...]:
     return tuple(float(value) for value in logits.log_softmax(-1)[list(SAMPLE)])
 
 
-def fresh(trained: Trained, seed: int) -> torch.Tensor:
+def fresh(trained: TrainedTensor, seed: int) -> torch.Tensor:
     """LoRA's start, the torch engine's bit for bit: A uniform as a linear layer's weight, B zero."""
     if trained.kind != "lora_A":
         return torch.zeros(trained.shape)

@@ -16,7 +16,7 @@ from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.engines.torch.weights.reference import move_values
 from mezzo.errors import ModelError
 from mezzo.method import noise, rounding
-from mezzo.types import Trained, Update
+from mezzo.types import TrainedTensor, Update
 
 Array = npt.NDArray[np.generic]
 
@@ -34,14 +34,16 @@ class Piece:
 class Matrices:
     """This rank's share of the trained matrices. `places` says of each where it lies: its part, and SGLang's layer."""
 
-    def __init__(self, trained: Sequence[Trained], places: Mapping[str, tuple[Part, Any]], source: NoiseSource) -> None:
+    def __init__(
+        self, trained: Sequence[TrainedTensor], places: Mapping[str, tuple[Part, Any]], source: NoiseSource
+    ) -> None:
         self.trained, self.places, self.source = tuple(trained), places, source
         for each in self.trained:
             held, part = self.view(each), places[each.name][0]
             if tuple(held.shape) != (part.rows[1] - part.rows[0], part.cols[1] - part.cols[0]):
                 raise ModelError(f"SGLang stores {each.name} in another layout: {tuple(held.shape)} on this rank")
 
-    def view(self, trained: Trained) -> Tensor:
+    def view(self, trained: TrainedTensor) -> Tensor:
         part, layer = self.places[trained.name]
         weight: Tensor = layer.weight.data
         return weight[part.local_rows]
@@ -59,12 +61,12 @@ class Matrices:
             )
         self.source.forget()
 
-    def _noise(self, trained: Trained, seed: int) -> Tensor:
+    def _noise(self, trained: TrainedTensor, seed: int) -> Tensor:
         part = self.places[trained.name][0]
         left, right = self.source.factors(seed, trained.name, trained.shape, trained.rank)
         return left[slice(*part.rows)] @ right[slice(*part.cols)].T
 
-    def _rounding(self, trained: Trained, seed: int) -> Tensor:
+    def _rounding(self, trained: TrainedTensor, seed: int) -> Tensor:
         """The rounding bits of this share, two bytes an element: whole rows are drawn, its columns kept."""
         part, width = self.places[trained.name][0], trained.shape[1]
         drawn = self.source.rounding(seed, trained.name, part.rows[0] * width, part.rows[1] * width)
@@ -88,7 +90,7 @@ def to_numpy(value: Tensor) -> Array:
     return value.detach().float().cpu().numpy().copy()
 
 
-def probe_factors(source: NoiseSource, trained: Trained, seed: int, scale: float) -> tuple[Tensor, Tensor]:
+def probe_factors(source: NoiseSource, trained: TrainedTensor, seed: int, scale: float) -> tuple[Tensor, Tensor]:
     """The adapter (A, B) that adds scale·z to a matrix: W + s·U·Vᵀ/√r has A = Vᵀ and B = s/√r·U."""
     left, right = source.factors(seed, trained.name, trained.shape, trained.rank)
     factor = torch.tensor(scale, dtype=torch.float32) * (1 / trained.rank**0.5)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mezzo.errors import SpaceError
 from mezzo.method.space import Space
-from mezzo.types import Trained
+from mezzo.types import TrainedTensor
 
 LEAVES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "mid_proj")
 """The projections that SGLang's adapters reach; `mid_proj` is this package's name in its own encoder."""
@@ -57,7 +57,7 @@ def refuse_space(space: Space) -> None:
         )
 
 
-def refuse_tensors(space: Space, trained: Sequence[Trained]) -> None:
+def refuse_tensors(space: Space, trained: Sequence[TrainedTensor]) -> None:
     """Modules that SGLang cannot attach an adapter to, or not in this combination."""
     leaves = sorted({leaf_of(served(module_of(t.name))) for t in trained})
     foreign = [leaf for leaf in leaves if leaf not in LEAVES]

@@ -11,12 +11,12 @@ import torch
 from mezzo.engines.sglang.matrices import Piece
 from mezzo.engines.torch import catalog
 from mezzo.errors import JournalError
-from mezzo.types import Trained
+from mezzo.types import TrainedTensor
 
 Array = npt.NDArray[np.generic]
 
 
-def assembled(trained: Sequence[Trained], ranks: Iterable[Sequence[Piece]]) -> dict[str, Array]:
+def assembled(trained: Sequence[TrainedTensor], ranks: Iterable[Sequence[Piece]]) -> dict[str, Array]:
     """Whole tensors from every rank's share; a replicated share is written twice."""
     whole: dict[str, Array] = {t.name: np.full(t.shape, np.nan, dtype=np.float32) for t in trained}
     for pieces in ranks:
@@ -25,7 +25,7 @@ def assembled(trained: Sequence[Trained], ranks: Iterable[Sequence[Piece]]) -> d
     return whole
 
 
-def fitting(trained: Sequence[Trained], tensors: Mapping[str, Array]) -> dict[str, Array]:
+def fitting(trained: Sequence[TrainedTensor], tensors: Mapping[str, Array]) -> dict[str, Array]:
     """The tensors if they belong to this run."""
     if set(tensors) != {t.name for t in trained}:
         raise JournalError("the tensors do not belong to this run: their names differ")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from mezzo.engines.base import EngineSpec, Unit
+from mezzo.engines.base import EngineSpec
 from mezzo.engines.torch.engine import TorchEngine
+from mezzo.types import MicroBatch
 
 
 def open_engine(spec: EngineSpec) -> TorchEngine:
@@ -37,7 +38,7 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
         model,
         spec.space,
         noise_kind=spec.noise_kind,
-        unit=unit_of(spec.rows, spec.fewer_rows, device.type),
+        micro_batch=choose_micro_batch(spec.rows, spec.fewer_rows, device.type),
         seed=spec.seed,
         pad_id=spec.pad_id,
         device=device,
@@ -45,9 +46,9 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
         cache_mb=spec.cache_mb,
         base_digest=quantized.checkpoint_digest(locate(spec.model), spec.quantize) if spec.quantize else "",
     )
-    if engine.trunk and engine.trunk.whole and not spec.classes and device.type == "cpu":
+    if engine.frozen_cache and engine.frozen_cache.whole and not spec.classes and device.type == "cpu":
         if spec.fewer_rows:
-            engine.unit = Unit(rows=HEAD_ROWS)
+            engine.micro_batch = MicroBatch(rows=HEAD_ROWS)
         if not spec.threads:
             threads = torch.get_num_threads()
             torch.set_num_threads(HEAD_THREADS)
@@ -67,8 +68,8 @@ HEAD_ROWS, HEAD_THREADS = 256, 1
 for each other cost more than they bring (ten times more where another process has one of the cores)."""
 
 
-def unit_of(rows: int, fewer: bool, device: str) -> Unit:
+def choose_micro_batch(rows: int, fewer: bool, device: str) -> MicroBatch:
     """The unit of work for `rows` examples at most; with `fewer`, as many as are fastest."""
     if device != "cpu":
-        return Unit(rows=rows, pad_to=8)
-    return Unit(rows=min(rows, CPU_ROWS), waste=CPU_WASTE) if fewer else Unit(rows=rows)
+        return MicroBatch(rows=rows, pad_to=8)
+    return MicroBatch(rows=min(rows, CPU_ROWS), waste=CPU_WASTE) if fewer else MicroBatch(rows=rows)

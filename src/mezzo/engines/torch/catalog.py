@@ -57,7 +57,7 @@ def layer_of(name: str) -> int:
     return int(depth[1]) if depth else -1
 
 
-def trunks(model: nn.Module) -> list[nn.Module]:
+def base_models(model: nn.Module) -> list[nn.Module]:
     """The modules whose last hidden states the LM head reads: the base model, or the decoder inside it that is called alone."""
     found = [getattr(model, "base_model", None)]
     getter = getattr(model, "get_decoder", None)

@@ -11,30 +11,29 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from mezzo.engines.base import Unit
 from mezzo.engines.hf_hub import refuse_pairs
-from mezzo.engines.microbatch import by_length, width_of
+from mezzo.engines.microbatch import candidate_count, group_by_length
 from mezzo.engines.torch import catalog
 from mezzo.engines.torch.forward import frozen_cache, last_layer, modules, prefix
 from mezzo.engines.torch.forward.forward import Forward, is_causal
 from mezzo.engines.torch.forward.generation import continued
 from mezzo.engines.torch.forward.inputs import Rows, pack
 from mezzo.engines.torch.forward.population import Population
-from mezzo.engines.torch.forward.probe_point import Point
+from mezzo.engines.torch.forward.probe_point import ProbePoint
 from mezzo.engines.torch.forward.shared_prompts import can_share, score_candidates, within_windows
 from mezzo.engines.torch.gpu import install
-from mezzo.engines.torch.initial_values import Beginnings
+from mezzo.engines.torch.initial_values import InitialValues
 from mezzo.engines.torch.merge import merged
 from mezzo.engines.torch.quantized import is_quantized
 from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.errors import JournalError, ModelError, RunFailed, SpaceError, out_of_memory
 from mezzo.method import noise
 from mezzo.method.space import Space, lora_names, prefix_names, select
-from mezzo.types import Batch, Probe, Question, Scores, TensorInfo, Trained, Update
+from mezzo.types import Batch, MicroBatch, Probe, Question, Scores, TensorInfo, TrainedTensor, Update
 
 if TYPE_CHECKING:
     from mezzo.engines.torch.gpu.graphs import Graphs
-    from mezzo.engines.torch.gpu.pipeline import Ahead
+    from mezzo.engines.torch.gpu.pipeline import Pipeline
 
 
 class TorchEngine:
@@ -42,7 +41,7 @@ class TorchEngine:
 
     joins_units = True
     """Several units in one call of `score` give the same bits as one call each."""
-    width = staticmethod(width_of)
+    width = staticmethod(candidate_count)
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class TorchEngine:
         space: Space,
         *,
         noise_kind: noise.Kind = "rademacher",
-        unit: Unit | None = None,
+        micro_batch: MicroBatch | None = None,
         seed: int = 0,
         pad_id: int = 0,
         device: str | torch.device = "cpu",
@@ -67,7 +66,7 @@ class TorchEngine:
         self.dtype: torch.dtype = self.model.dtype  # type: ignore[assignment]
         """The type of the stored weights. A CPU computes in float32 whatever it is: sixteen-bit products are slow there."""
         compute = torch.float32 if self.device.type == "cpu" else self.dtype
-        self.unit = unit or Unit(rows=64)
+        self.micro_batch = micro_batch or MicroBatch(rows=64)
         self.space = space
         self.pad_id = pad_id
         self.base_digest = base_digest or catalog.digest_of(self.model.named_parameters())
@@ -77,9 +76,9 @@ class TorchEngine:
         self.causal = is_causal(self.model)
         self.share_prompts = can_share(self.model)  # candidates of one prompt continue its keys and values
         self.stated: dict[str, Tensor] = {}  # a prefix that stands in for the trained one, while the check looks
-        begin = Beginnings(self.model, space, seed, self.device, prefix_ids)
+        begin = InitialValues(self.model, space, seed, self.device, prefix_ids)
         self.catalogue += begin.catalogue
-        self.trained: tuple[Trained, ...] = select(space, self.catalogue)
+        self.trained: tuple[TrainedTensor, ...] = select(space, self.catalogue)
         self.transposed = {t.name for t in self.catalogue if t.transposed}
         self.population = Population(
             begin.tensors(self.trained, stored),
@@ -88,18 +87,20 @@ class TorchEngine:
             compute,
         )
         # Before the trained tensors take their places: no plain forward runs on a CPU once weights are of sixteen bits.
-        self.trunk = frozen_cache.find(model, self._moving(), self._tiny_inputs(), int(cache_mb * frozen_cache.MIB))
+        self.frozen_cache = frozen_cache.find(
+            model, self._moving(), self._tiny_inputs(), int(cache_mb * frozen_cache.MIB)
+        )
         self._adopt()
         self.graphs: Graphs | None = None
         self.at_close: Callable[[], None] = lambda: None
-        self.ahead: Ahead | None = None
+        self.ahead: Pipeline | None = None
         self._expected: Callable[[], Question] | None = None
         self._laid_out: tuple[Batch, list[Rows]] | None = None
         modules.attach(self.model, self.population, space.scaling)
         prefix.attach(self.model, self.population, self.stated.get)
         install.attach(self, space.scaling)
-        last_layer.attach(self.model, self.population, self.trunk.layers if self.trunk else ())
-        self.forward = Forward(self.model, self.population, self.trunk, self.device, self.causal)
+        last_layer.attach(self.model, self.population, self.frozen_cache.layers if self.frozen_cache else ())
+        self.forward = Forward(self.model, self.population, self.frozen_cache, self.device, self.causal)
 
     # ---- the contract
 
@@ -110,18 +111,23 @@ class TorchEngine:
         shared = self.share_prompts and self.causal and batch.readout.kind == "candidates"
         groups = [] if shared else self.packed(batch)
         points = self._points(probes)
-        with self._memory_explained(min(len(probes), self.unit.members)):
-            if self.graphs is not None and not shared and not self.trunk and all(len(p.seeds) <= 1 for p in points):
+        with self._memory_explained(min(len(probes), self.micro_batch.members)):
+            if (
+                self.graphs is not None
+                and not shared
+                and not self.frozen_cache
+                and all(len(p.seeds) <= 1 for p in points)
+            ):
                 self.graphs.score(groups, batch, points, out)
             else:
                 for number, point in enumerate(points):
-                    first = number * self.unit.members
+                    first = number * self.micro_batch.members
                     self._score_plainly(groups, batch, point, out[first : first + len(point.probes)])
         return out
 
     def advance(self, now: Question, after: Callable[[], Question] | None) -> npt.NDArray[np.float64] | None:
         """Judge and move on the device, which begins with what comes after before the host has heard of this."""
-        if self.ahead is None or self.trunk:
+        if self.ahead is None or self.frozen_cache:
             return None
         with torch.no_grad(), self._memory_explained(len(now.probes)):
             return self.ahead.advance(now, after)
@@ -135,20 +141,20 @@ class TorchEngine:
         if self._expected is not None:
             question, self._expected = self._expected(), None
             if self._laid_out is None or self._laid_out[0] is not question.batch:
-                self._laid_out = question.batch, pack(question.batch, self.unit, self.pad_id)
+                self._laid_out = question.batch, pack(question.batch, self.micro_batch, self.pad_id)
             if self.graphs is not None and len(self._laid_out[1]) == 1:
                 self.graphs.send(self._laid_out[1][0], question.batch, self._points(question.probes)[0])
 
-    def _points(self, probes: Sequence[Probe]) -> list[Point]:
-        size = self.unit.members
-        return [Point(tuple(probes[first : first + size]), self.device) for first in range(0, len(probes), size)]
+    def _points(self, probes: Sequence[Probe]) -> list[ProbePoint]:
+        size = self.micro_batch.members
+        return [ProbePoint(tuple(probes[first : first + size]), self.device) for first in range(0, len(probes), size)]
 
     def packed(self, batch: Batch) -> list[Rows]:
         if self._laid_out is None or self._laid_out[0] != batch:
-            self._laid_out = batch, pack(batch, self.unit, self.pad_id)
+            self._laid_out = batch, pack(batch, self.micro_batch, self.pad_id)
         return self._laid_out[1]
 
-    def _score_plainly(self, groups: Sequence[Rows], batch: Batch, point: Point, out: Scores) -> None:
+    def _score_plainly(self, groups: Sequence[Rows], batch: Batch, point: ProbePoint, out: Scores) -> None:
         """One micro-batch after the other; no groups: prompts whose candidates share them."""
         self.settle()
         with self.population.at(point):
@@ -163,7 +169,7 @@ class TorchEngine:
         except (RuntimeError, MemoryError) as error:
             if out_of_memory(error):
                 raise RunFailed(
-                    f"{self.device} is out of memory with {self.unit.rows} examples and {members} probes in one forward; "
+                    f"{self.device} is out of memory with {self.micro_batch.rows} examples and {members} probes in one forward; "
                     "start again with a smaller --micro-batch"
                 ) from None
             raise
@@ -175,13 +181,13 @@ class TorchEngine:
 
     def _score_shared(self, batch: Batch, members: int, out: Scores) -> None:
         # Whether a unit shares its prompts is decided by its own rows, so that whoever computes it decides alike.
-        for places in by_length([p.ids for p in batch.prompts], self.unit.rows):
+        for places in group_by_length([p.ids for p in batch.prompts], self.micro_batch.rows):
             part = Batch(tuple(batch.prompts[place] for place in places), batch.readout)
             if within_windows(self.model.config, part.prompts):
                 found = score_candidates(self, part.prompts, batch.readout)
             else:
                 found = np.full((members, len(part), self.width(part)), -np.inf, dtype=np.float32)
-                self._score_groups(pack(part, self.unit, self.pad_id), part, members, found)
+                self._score_groups(pack(part, self.micro_batch, self.pad_id), part, members, found)
             out[:, places, : found.shape[2]] = found
 
     @torch.no_grad()
@@ -205,8 +211,8 @@ class TorchEngine:
             raise ModelError(f"{type(self.model).__name__} is not a causal model: it cannot generate text")
         self.settle()
         out: list[list[tuple[int, ...]]] = []
-        for first in range(0, len(probes), self.unit.members):
-            with self.population.at(probes[first : first + self.unit.members]):
+        for first in range(0, len(probes), self.micro_batch.members):
+            with self.population.at(probes[first : first + self.micro_batch.members]):
                 out += continued(self, batch, max_new_tokens)
         return out
 
@@ -243,13 +249,13 @@ class TorchEngine:
             "threads": torch.get_num_threads(),
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "trained_parameters": sum(int(np.prod(t.shape)) for t in self.trained),
-            **({"trunk": self.trunk.describe()} if self.trunk else {}),
+            **({"trunk": self.frozen_cache.describe()} if self.frozen_cache else {}),
         }
 
     def close(self) -> None:
         self.population.source.forget()
-        if self.trunk:
-            self.trunk.forget()
+        if self.frozen_cache:
+            self.frozen_cache.forget()
         self.at_close()
 
     def merged(self) -> nn.Module:

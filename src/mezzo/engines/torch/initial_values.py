@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from mezzo.engines.torch.forward import prefix
 from mezzo.method import noise
 from mezzo.method.space import Space, lora_names, prefix_names, select
-from mezzo.types import TensorInfo, Trained
+from mezzo.types import TensorInfo, TrainedTensor
 
 
-class Beginnings:
+class InitialValues:
     """The values before step 1, a pure function of the model, the space, the seed and a prefix's text."""
 
     def __init__(
@@ -26,12 +26,14 @@ class Beginnings:
         """Tensors that the model itself does not have."""
         self._prefixes = self._prefix_starts(prefix_ids) if space.kind == "prefix" else {}
 
-    def tensors(self, trained: Sequence[Trained], stored: Mapping[str, Tensor]) -> list[tuple[Trained, Tensor]]:
+    def tensors(
+        self, trained: Sequence[TrainedTensor], stored: Mapping[str, Tensor]
+    ) -> list[tuple[TrainedTensor, Tensor]]:
         """`stored`: parameters as they were before the model was widened."""
         parameters = {**dict(self.model.named_parameters()), **stored}
         return [(t, parameters[t.name] if t.name in parameters else self._fresh(t)) for t in trained]
 
-    def partners(self, trained: Sequence[Trained], catalogue: Sequence[TensorInfo]) -> dict[str, Tensor]:
+    def partners(self, trained: Sequence[TrainedTensor], catalogue: Sequence[TensorInfo]) -> dict[str, Tensor]:
         """The other one of a pair of which only one is trained: LoRA's factors, a prefix's keys and values."""
         names = {t.name for t in trained}
         if self.space.kind not in ("lora", "prefix"):
@@ -49,7 +51,7 @@ class Beginnings:
             name: value for path, pair in found.items() for name, value in zip(prefix_names(path), pair, strict=True)
         }
 
-    def _fresh(self, trained: Trained) -> Tensor:
+    def _fresh(self, trained: TrainedTensor) -> Tensor:
         """LoRA's start: A uniform as a linear layer's weight, B zero, so that the model is unchanged at first."""
         if trained.kind == "prefix":
             return self._prefixes[trained.name]

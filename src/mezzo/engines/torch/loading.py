@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzo.engines.hf_hub import Family, fetched, load_config, quiet
+from mezzo.engines.hf_hub import fetched, load_config, quiet
 from mezzo.engines.torch.catalog import is_pooler
 from mezzo.engines.torch.checkpoint_size import weighed
 from mezzo.errors import ConfigError, ModelError
 from mezzo.method import noise
+from mezzo.types import Family
 
 
 def load_model(

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from mezzo.engines.base import Unit
 from mezzo.engines.liveness import distance, first_look, refuse_dead
 from mezzo.engines.torch.forward.inputs import pack, picked
 from mezzo.engines.torch.quantized import lora_beside
 from mezzo.errors import ModelError
 from mezzo.method import noise
-from mezzo.types import Batch, Probe, Scores, Trained
+from mezzo.types import Batch, MicroBatch, Probe, Scores, TrainedTensor
 
 if TYPE_CHECKING:
     from mezzo.engines.torch.engine import TorchEngine
@@ -50,7 +49,7 @@ def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:
             f"{distance(ours, plain):.2g}, first in {_first_difference(engine, few, probes[0])}; try "
             "another --space, or --only and --layers without that module, and please report the architecture"
         )
-    alone = _plain_scores(engine, few, Probe(), Unit(rows=1))
+    alone = _plain_scores(engine, few, Probe(), MicroBatch(rows=1))
     if not distance(base[0], alone) <= of_scale * max(1.0, scale):
         raise ModelError(
             f"{type(engine.model).__name__} cannot be trained in batches: a row's scores change by "
@@ -88,7 +87,7 @@ def _beside(engine: TorchEngine, probe: Probe) -> dict[str, tuple[Tensor, Tensor
     return {path: (moved[f"{path}.lora_A.weight"], moved[f"{path}.lora_B.weight"]) for path in paths}
 
 
-def _moved(engine: TorchEngine, trained: Trained, probe: Probe) -> Tensor:
+def _moved(engine: TorchEngine, trained: TrainedTensor, probe: Probe) -> Tensor:
     value = engine.population.value(trained.name).to(torch.float32, copy=True)
     for seed, scale in probe.terms:
         if trained.rank:
@@ -101,13 +100,13 @@ def _moved(engine: TorchEngine, trained: Trained, probe: Probe) -> Tensor:
 
 
 @torch.no_grad()
-def _plain_scores(engine: TorchEngine, batch: Batch, probe: Probe, unit: Unit | None = None) -> Scores:
+def _plain_scores(engine: TorchEngine, batch: Batch, probe: Probe, micro_batch: MicroBatch | None = None) -> Scores:
     values = written_in(engine, probe)
     before = {t.name: values.pop(t.name) for t in engine.trained if t.kind == "prefix"}
     beside = _beside(engine, probe)
     width = engine.width(batch)
     out = np.full((1, len(batch), width), -np.inf, dtype=np.float32)
-    for rows in pack(batch, unit or engine.unit, engine.pad_id):
+    for rows in pack(batch, micro_batch or engine.micro_batch, engine.pad_id):
         inputs = engine.forward.inputs(rows, 1)
         engine.stated.update(before)
         try:
@@ -148,12 +147,12 @@ def _first_difference(engine: TorchEngine, batch: Batch, probe: Probe) -> str:
 @contextmanager
 def _every_leaf_runs(engine: TorchEngine) -> Iterator[None]:
     """No last layer is trimmed, no graph replayed, no kept outcome used."""
-    population, graphs, trunk = engine.population, engine.graphs, engine.trunk
-    population.trims, engine.graphs, engine.trunk = False, None, None
+    population, graphs, trunk = engine.population, engine.graphs, engine.frozen_cache
+    population.trims, engine.graphs, engine.frozen_cache = False, None, None
     try:
         yield
     finally:
-        population.trims, engine.graphs, engine.trunk = True, graphs, trunk
+        population.trims, engine.graphs, engine.frozen_cache = True, graphs, trunk
 
 
 @contextmanager

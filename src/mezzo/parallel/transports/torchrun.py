@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mezzo.engines.microbatch import Piece, Work, units_of, width_of
+from mezzo.engines.microbatch import EngineCall, WorkUnit, candidate_count, split_into_units
 from mezzo.errors import ModelError, RunFailed
 from mezzo.parallel.consensus import are_numbers, well_formed
 from mezzo.parallel.engine import WorkersEngine
@@ -113,13 +113,15 @@ class RankEngine(WorkersEngine):
         self.snapshots = snapshots or self.snapshots
         self._ask("move", [()] * self.size, SECONDS)
 
-    def answers(self, question: str, batch: Batch, probes: Sequence[Probe], *extra: Any) -> dict[Work, Any]:
+    def answers(self, question: str, batch: Batch, probes: Sequence[Probe], *extra: Any) -> dict[WorkUnit, Any]:
         self.cost.begin(training=any(probe.terms for probe in probes))
-        found: dict[Work, Any] = {}
-        works, doubts = units_of(batch, len(probes), self.unit), dict[Work, tuple[int, Scores]]()
+        found: dict[WorkUnit, Any] = {}
+        works, doubts = split_into_units(batch, len(probes), self.micro_batch), dict[WorkUnit, tuple[int, Scores]]()
         for _ in range(OPINIONS):
             pieces = [self.pieces(batch, probes, share) for share in self._shares(works, doubts)]
-            replies = self._ask(question, [(each, self.unit, *extra) for each in pieces], self.seconds, scoring=True)
+            replies = self._ask(
+                question, [(each, self.micro_batch, *extra) for each in pieces], self.seconds, scoring=True
+            )
             doubts = self._taken(question, pieces, replies, doubts, found)
             works = list(doubts)
             if not works:
@@ -127,9 +129,9 @@ class RankEngine(WorkersEngine):
         self.cost.end(self.size)
         return found
 
-    def _shares(self, works: Sequence[Work], doubts: Mapping[Work, tuple[int, Scores]]) -> list[list[Work]]:
+    def _shares(self, works: Sequence[WorkUnit], doubts: Mapping[WorkUnit, tuple[int, Scores]]) -> list[list[WorkUnit]]:
         """Units dealt out in turn; a doubtful one goes to the rank behind the one that gave it."""
-        shares: list[list[Work]] = [[] for _ in range(self.size)]
+        shares: list[list[WorkUnit]] = [[] for _ in range(self.size)]
         for place, work in enumerate(works):
             rank = doubts[work][0] + 1 if work in doubts else place
             shares[rank % self.size].append(work)
@@ -138,13 +140,13 @@ class RankEngine(WorkersEngine):
     def _taken(
         self,
         question: str,
-        pieces: Sequence[Sequence[Piece]],
+        pieces: Sequence[Sequence[EngineCall]],
         replies: Sequence[Sequence[Any]],
-        doubts: Mapping[Work, tuple[int, Scores]],
-        found: dict[Work, Any],
-    ) -> dict[Work, tuple[int, Scores]]:
+        doubts: Mapping[WorkUnit, tuple[int, Scores]],
+        found: dict[WorkUnit, Any],
+    ) -> dict[WorkUnit, tuple[int, Scores]]:
         """Put answers in their places; return those that are no numbers, unless another rank has found the same."""
-        left: dict[Work, tuple[int, Scores]] = {}
+        left: dict[WorkUnit, tuple[int, Scores]] = {}
         wrong: set[int] = set()
         for rank, (asked, values) in enumerate(zip(pieces, replies, strict=True)):
             for piece, value in zip(asked, values, strict=True):
@@ -154,7 +156,7 @@ class RankEngine(WorkersEngine):
                     if question != "score":
                         found[work] = [texts[rows] for texts in value]
                         continue
-                    found[work] = scores = value[:, rows, : width_of(batch)]
+                    found[work] = scores = value[:, rows, : candidate_count(batch)]
                     if are_numbers(scores, batch):
                         wrong |= {doubts[work][0]} - {rank} if work in doubts else set()
                     elif work not in doubts or not np.array_equal(doubts[work][1], scores, equal_nan=True):

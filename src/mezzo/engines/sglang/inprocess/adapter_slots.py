@@ -12,7 +12,7 @@ from torch import Tensor
 from mezzo.engines.sglang.shards import Part, parts_of
 from mezzo.engines.sglang.support import leaf_of, module_of, served
 from mezzo.errors import ModelError
-from mezzo.types import Trained
+from mezzo.types import TrainedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Slots:
             raise ModelError(f"SGLang's model has no projection {path}; it has {', '.join(list(self.places)[:3])} …")
         return self.places[path]
 
-    def refuse_padding(self, trained: Trained) -> None:
+    def refuse_padding(self, trained: TrainedTensor) -> None:
         """On a CPU SGLang widens layers that do not divide evenly, and its own adapters then do not fit them."""
         part = self.place(module_of(trained.name)).part
         rows = part.rows[1] if trained.kind != "lora_A" else 0
@@ -77,7 +77,7 @@ class Slots:
         if targets:
             torch._foreach_copy_(targets, values)
 
-    def whole(self, slots: Sequence[int], trained: Sequence[Trained]) -> list[Tensor] | None:
+    def whole(self, slots: Sequence[int], trained: Sequence[TrainedTensor]) -> list[Tensor] | None:
         """The places of LoRA's factors as flat vectors, slot by slot; None where this rank holds a part of one only."""
         found: list[Tensor] = []
         for slot in slots:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mezzo.engines.base import EngineSpec, Unit
+from mezzo.engines.base import EngineSpec
 from mezzo.engines.hf_hub import load_config
 from mezzo.engines.liveness import check_alive
 from mezzo.engines.sglang.facts import facts_of, stored_as
@@ -24,7 +24,7 @@ from mezzo.engines.sglang.support import refuse_space
 from mezzo.engines.sglang.tensor_parts import assembled, digest_of, fitting
 from mezzo.engines.sglang.versions import check_version
 from mezzo.errors import ConfigError, ModelError
-from mezzo.types import Batch, Probe, Scores, Update
+from mezzo.types import Batch, MicroBatch, Probe, Scores, Update
 
 Array = npt.NDArray[np.generic]
 
@@ -37,7 +37,7 @@ class SGLangEngine:
         facts = facts_of(spec)
         self.spec, self.space, self.facts = spec, spec.space, facts
         self.trained, self.base_digest = facts.trained, facts.base_digest
-        self.unit = Unit(rows=spec.rows, members=launch.MEMBERS)
+        self.micro_batch = MicroBatch(rows=spec.rows, members=launch.MEMBERS)
         self.share_prefixes = True
         self.count = Count()
         self.adapters = tuple(f"mezzo-{index}" for index in range(launch.MEMBERS))
@@ -66,12 +66,12 @@ class SGLangEngine:
             raise ModelError(
                 "SGLang serves no classification head; use --readout words or candidates, or --engine torch"
             )
-        members = min(self.unit.members, len(self.adapters))
+        members = min(self.micro_batch.members, len(self.adapters))
         scores, count = self.channel.call(
             "score",
             batch=batch,
             probes=tuple(probes),
-            rows=self.unit.rows,
+            rows=self.micro_batch.rows,
             members=members,
             share=self.share_prefixes,
         )

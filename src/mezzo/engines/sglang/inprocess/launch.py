@@ -20,7 +20,7 @@ from mezzo.engines.hf_hub import locate
 from mezzo.engines.sglang.facts import Facts
 from mezzo.engines.sglang.support import FUSED, TRAINABLE, leaf_of, module_of, served
 from mezzo.errors import ConfigError, ModelError, RunFailed
-from mezzo.types import Trained
+from mezzo.types import TrainedTensor
 
 MEMBERS = 2
 """Probes of one forward: the two signs of a direction."""
@@ -48,7 +48,7 @@ class Adapter:
         }
 
 
-def adapter_of(spec: EngineSpec, trained: Sequence[Trained]) -> Adapter | None:
+def adapter_of(spec: EngineSpec, trained: Sequence[TrainedTensor]) -> Adapter | None:
     """What the adapters of a space look like; None where nothing can be trained."""
     if spec.space.kind not in TRAINABLE:
         return None

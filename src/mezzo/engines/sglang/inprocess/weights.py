@@ -15,12 +15,12 @@ from mezzo.engines.sglang.inprocess.adapter_slots import Slots
 from mezzo.engines.sglang.matrices import Array, Matrices, Piece, probe_factors, to_numpy
 from mezzo.engines.sglang.support import module_of
 from mezzo.engines.torch.forward.population import Population
-from mezzo.engines.torch.forward.probe_point import Point
+from mezzo.engines.torch.forward.probe_point import ProbePoint
 from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.errors import ModelError
 from mezzo.method import noise
 from mezzo.method.space import lora_names
-from mezzo.types import Probe, Trained, Update
+from mezzo.types import Probe, TrainedTensor, Update
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Plan:
     """What a worker must know of the run: names, shapes and seeds; never a weight."""
 
     kind: str
-    trained: tuple[Trained, ...]
-    frozen: tuple[Trained, ...]
+    trained: tuple[TrainedTensor, ...]
+    frozen: tuple[TrainedTensor, ...]
     noise_kind: noise.Kind
     seed: int
     adapters: tuple[str, ...]
@@ -78,10 +78,10 @@ class LoraWeights:
         """Every factor of every member by a few operations, where all of them are trained and lie whole on this rank. Looking
         each of them up would cost a step some milliseconds."""
         population = self.population
-        point = Point(tuple(probes), population.source.device)
+        point = ProbePoint(tuple(probes), population.source.device)
         if population.frozen or population.large or not point.seeds:
             return False
-        for index, flat in enumerate(population.flats):
+        for index, flat in enumerate(population.flat_buffers):
             key = (index, *slots)
             if key not in self._whole:
                 self._whole[key] = self.slots.whole(slots, [slot.trained for slot in flat.slots])
@@ -93,7 +93,7 @@ class LoraWeights:
                 for slot, end in zip(flat.slots, ends, strict=True)
                 for n in (slot.count, end - slot.start - slot.count)
             ]
-            values = population.work.small_members(flat, point)
+            values = population.ops.small_members(flat, point)
             torch._foreach_copy_(targets, [piece for row in values for piece in row.split(sizes)[::2]])
         return True
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mezzo.engines.base import EngineSpec, Unit
+from mezzo.engines.base import EngineSpec
 from mezzo.engines.hf_hub import locate
 from mezzo.engines.liveness import check_alive
 from mezzo.engines.sglang.facts import SAMPLE, Facts, facts_of, stored_as
@@ -26,7 +26,7 @@ from mezzo.engines.sglang.server.weights import ServedBase, ServedLora, ServedMa
 from mezzo.engines.sglang.support import refuse_space
 from mezzo.engines.sglang.tensor_parts import digest_of, fitting
 from mezzo.errors import ConfigError, ModelError, RunFailed
-from mezzo.types import Batch, Probe, Readout, Scores, Update
+from mezzo.types import Batch, MicroBatch, Probe, Readout, Scores, Update
 
 Array = npt.NDArray[np.generic]
 SAME_MODEL = {"float32": 1e-3}
@@ -46,7 +46,7 @@ class ServerEngine:
         adapter = launch.adapter_of(spec, facts.trained)
         self.spec, self.space, self.facts, self.adapter = spec, spec.space, facts, adapter
         self.trained, self.base_digest = facts.trained, facts.base_digest
-        self.unit = Unit(rows=spec.rows, members=launch.MEMBERS)
+        self.micro_batch = MicroBatch(rows=spec.rows, members=launch.MEMBERS)
         self.count = Count()
         in_place = spec.space.kind == "matrices"
         path, loader = locate(spec.model), LOADER if in_place else ""

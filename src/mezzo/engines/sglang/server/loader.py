@@ -18,13 +18,13 @@ from mezzo.engines.sglang.matrices import Matrices
 from mezzo.engines.sglang.shards import Part, parts_of
 from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.method import noise
-from mezzo.types import Trained, Update
+from mezzo.types import TrainedTensor, Update
 
 LOADER = "mezzo.engines.sglang.server.loader.load"
 ORDER = "mezzo.order"
 
 
-def order(trained: Sequence[Trained], updates: Sequence[Update]) -> tuple[str, Tensor]:
+def order(trained: Sequence[TrainedTensor], updates: Sequence[Update]) -> tuple[str, Tensor]:
     """The updates as one named tensor, with all that a rank must know to carry them out."""
     content = {
         "noise": noise.VERSION,
@@ -48,7 +48,9 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) ->
 def _carry_out(content: dict[str, Any], places: dict[str, tuple[Part, Any]], device: torch.device) -> None:
     if content["noise"] != noise.VERSION:
         raise ValueError(f"the run makes noise {content['noise']!r}, the mezzo beside this server {noise.VERSION!r}")
-    trained = [Trained(name, tuple(shape), "matrix", rank, decay) for name, shape, rank, decay in content["tensors"]]
+    trained = [
+        TrainedTensor(name, tuple(shape), "matrix", rank, decay) for name, shape, rank, decay in content["tensors"]
+    ]
     matrices = Matrices(trained, places, _source(device))
     for terms, keep in content["updates"]:
         update = Update(tuple((seed, coef) for seed, coef in terms), keep)

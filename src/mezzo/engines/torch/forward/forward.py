@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mezzo.engines.torch import catalog
 from mezzo.engines.torch.forward import last_layer
-from mezzo.engines.torch.forward.frozen_cache import Trunk
+from mezzo.engines.torch.forward.frozen_cache import FrozenCache
 from mezzo.engines.torch.forward.inputs import Rows, picked
 from mezzo.engines.torch.forward.population import Population
 from mezzo.types import Batch, Readout
@@ -29,11 +29,17 @@ class Forward:
     """The forward of one model over the population that is active."""
 
     def __init__(
-        self, model: nn.Module, population: Population, trunk: Trunk | None, device: torch.device, causal: bool
+        self, model: nn.Module, population: Population, trunk: FrozenCache | None, device: torch.device, causal: bool
     ) -> None:
-        self.model, self.population, self.trunk, self.device, self.causal = model, population, trunk, device, causal
+        self.model, self.population, self.frozen_cache, self.device, self.causal = (
+            model,
+            population,
+            trunk,
+            device,
+            causal,
+        )
         self._words: dict[tuple[int, ...], Tensor] = {}
-        for body in catalog.trunks(model):
+        for body in catalog.base_models(model):
             body.register_forward_hook(self._keep_readout_positions)
 
     def __call__(self, rows: Rows, batch: Batch) -> Tensor:
@@ -41,7 +47,9 @@ class Forward:
         population, members = self.population, len(self.population.probes)
         only_words = batch.readout.kind == "words" and not batch.readout.vocabulary
         population.words = self.words_of(batch.readout) if only_words else None
-        standing_in = self.trunk.standing_in(rows, members, self._alone) if self.trunk else nullcontext(rows)
+        standing_in = (
+            self.frozen_cache.standing_in(rows, members, self._alone) if self.frozen_cache else nullcontext(rows)
+        )
         with standing_in as seen, attention_for(self.device, seen.ids.shape[1]):
             population.rows, population.length = seen.count, seen.ids.shape[1]
             population.gather = self._read_at(rows, members) if seen is rows else None

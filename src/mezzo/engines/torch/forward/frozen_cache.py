@@ -35,7 +35,7 @@ class _Reached(Exception):
         self.state = state
 
 
-class Trunk:
+class FrozenCache:
     """States of recent examples, at most `limit` bytes of them, and layers that step aside when a state is given.
 
     What a forward is given is working memory, as its activations are, and not counted unless it is kept for the next one.
@@ -132,7 +132,7 @@ class Trunk:
         return forward
 
 
-def find(model: nn.Module, trained: set[nn.Module], inputs: Mapping[str, Any], limit: int) -> Trunk | None:
+def find(model: nn.Module, trained: set[nn.Module], inputs: Mapping[str, Any], limit: int) -> FrozenCache | None:
     """The layers that have run when the first of the `trained` modules runs; None when there are none, or no room."""
     order, shapes, again = catalog.watched(model, inputs)
     first = min((order[module] for module in trained if module in order), default=0)
@@ -145,7 +145,11 @@ def find(model: nn.Module, trained: set[nn.Module], inputs: Mapping[str, Any], l
     if not again.isdisjoint(stack):  # ALBERT passes through one layer many times
         return None
     below = [layer for layer in stack if max(order[module] for module in layer.modules() if module in order) < first]
-    return Trunk(model, below, [shapes[layer] for layer in below], limit, len(below) == len(stack)) if below else None
+    return (
+        FrozenCache(model, below, [shapes[layer] for layer in below], limit, len(below) == len(stack))
+        if below
+        else None
+    )
 
 
 def _keys(rows: Rows, narrow: bool = False) -> Iterator[Key]:

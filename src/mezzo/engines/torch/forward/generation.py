@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mezzo.engines.microbatch import by_length
+from mezzo.engines.microbatch import group_by_length
 from mezzo.engines.torch.forward.inputs import padded
 from mezzo.types import Batch
 
@@ -16,7 +16,7 @@ def continued(engine: TorchEngine, batch: Batch, max_new_tokens: int) -> list[li
     """Greedy continuations at the members the population stands at, [P][B]."""
     population, members = engine.population, engine.population.members
     texts: list[list[tuple[int, ...]]] = [[()] * len(batch) for _ in range(members)]
-    for places in by_length([p.ids for p in batch.prompts], engine.unit.rows):
+    for places in group_by_length([p.ids for p in batch.prompts], engine.micro_batch.rows):
         population.rows, population.diverged = len(places), True
         population.length = max(len(batch.prompts[place].ids) for place in places)
         backwards = [batch.prompts[place].ids[::-1] for place in places]  # generation pads on the left

@@ -12,9 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mezzo.engines.base import Unit
-from mezzo.engines.microbatch import by_length
-from mezzo.types import Batch, Readout, Scores
+from mezzo.engines.microbatch import group_by_length
+from mezzo.types import Batch, MicroBatch, Readout, Scores
 
 TENSORS = ("ids", "mask", "segments", "positions", "targets")
 
@@ -68,14 +67,16 @@ class Rows:
         return tuple(None if (value := getattr(self, name)) is None else tuple(value.shape) for name in TENSORS)
 
 
-def pack(batch: Batch, unit: Unit, pad_id: int) -> list[Rows]:
-    """Micro-batches of at most `unit.rows` rows, short with short, so that little is padded. A pure function of its arguments."""
+def pack(batch: Batch, micro_batch: MicroBatch, pad_id: int) -> list[Rows]:
+    """Micro-batches of at most `micro_batch.rows` rows, short with short so that little is padded; a pure function."""
     units = _sequences(batch)
-    whole = by_length([one.ids for one in units], unit.rows)
+    whole = group_by_length([one.ids for one in units], micro_batch.rows)
     groups = [
-        part for group in whole for part in _halved(group, [len(units[index].ids) for index in group], unit.waste)
+        part
+        for group in whole
+        for part in _halved(group, [len(units[index].ids) for index in group], micro_batch.waste)
     ]
-    return [_rows([units[index] for index in group], batch.readout, unit.pad_to, pad_id) for group in groups]
+    return [_rows([units[index] for index in group], batch.readout, micro_batch.pad_to, pad_id) for group in groups]
 
 
 def _halved(group: list[int], lengths: list[int], waste: float) -> list[list[int]]:

@@ -115,7 +115,7 @@ def _linear(
             y = _each(x, members.mT if turned else members, wide=is_head)
             y = y if bias or module.bias is None else y.add_(module.bias)
         if bias and not only_words:
-            population.work.add_bias(y, population.member(bias))
+            population.ops.add_bias(y, population.member(bias))
         if lora:
             y.add_(_lora_term(x, lora, population, scaling))
         return y.reshape(*rows.shape[:-1], y.shape[-1])
@@ -149,7 +149,7 @@ def _spread(vectors: Tensor, like: Tensor) -> Tensor:
 
 def _low_rank(x: Tensor, weight: str, rank: int, population: Population, turned: bool) -> Tensor:
     """(x·V)·Uᵀ for all seeds at once; members differ only in the scales between the two products."""
-    left, right = population.work.factors(population.trained[weight], population.point)
+    left, right = population.ops.factors(population.trained[weight], population.point)
     if turned:
         left, right = right, left
     scales = population.factor_scales(rank).repeat_interleave(rank, dim=1)

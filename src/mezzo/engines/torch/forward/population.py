@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mezzo.engines.torch.forward.probe_point import Move, Point
-from mezzo.engines.torch.weights.flat_buffer import flats_of, is_large
+from mezzo.engines.torch.forward.probe_point import DeviceUpdate, ProbePoint
+from mezzo.engines.torch.weights.flat_buffer import group_flat_buffers, is_large
 from mezzo.engines.torch.weights.noise import NoiseSource
-from mezzo.engines.torch.weights.reference import Plain
+from mezzo.engines.torch.weights.reference import ReferenceOps
 from mezzo.errors import ModelError
-from mezzo.types import Probe, Trained, Update
+from mezzo.types import Probe, TrainedTensor, Update
 
 
 class Population:
@@ -32,21 +32,21 @@ class Population:
 
     def __init__(
         self,
-        tensors: Sequence[tuple[Trained, Tensor]],
+        tensors: Sequence[tuple[TrainedTensor, Tensor]],
         source: NoiseSource,
         frozen: Mapping[str, Tensor] | None = None,
         compute: torch.dtype = torch.float32,
     ) -> None:
-        self.work = worker(source, compute)
+        self.ops = choose_ops(source, compute)
         self.compute = compute
         self.frozen = dict(frozen or {})  # LoRA factors that take part in the forward but are not trained
         self.trained = {trained.name: trained for trained, _ in tensors}
         self.large = {t.name: v.detach().contiguous() for t, v in tensors if is_large(t, v)}
-        self.flats = flats_of([(t, v) for t, v in tensors if t.name not in self.large])
-        self._views = {slot.trained.name: flat.view(slot) for flat in self.flats for slot in flat.slots}
+        self.flat_buffers = group_flat_buffers([(t, v) for t, v in tensors if t.name not in self.large])
+        self._views = {slot.trained.name: flat.view(slot) for flat in self.flat_buffers for slot in flat.slots}
         self.scratch = torch.empty(0)
         self._small: dict[str, Tensor] | None = None
-        self.point = Point((), source.device)
+        self.point = ProbePoint((), source.device)
         self.rows = 0
         self.length = 0
         self.diverged = False
@@ -59,7 +59,7 @@ class Population:
 
     @property
     def source(self) -> NoiseSource:
-        return self.work.source
+        return self.ops.source
 
     # ---- the weights themselves
 
@@ -79,25 +79,25 @@ class Population:
 
     def apply(self, update: Update) -> None:
         """θ ← keep·θ − Σ c·z, to the rounding that `plain` states."""
-        self.move(Move(update, self.source.device))
+        self.move(DeviceUpdate(update, self.source.device))
 
-    def move(self, move: Move) -> None:
-        for flat in self.flats:
-            self.work.move_small(flat, move)
-        self.work.move_all([(self.trained[name], tensor) for name, tensor in self.large.items()], move)
+    def move(self, move: DeviceUpdate) -> None:
+        for flat in self.flat_buffers:
+            self.ops.move_small(flat, move)
+        self.ops.move_all([(self.trained[name], tensor) for name, tensor in self.large.items()], move)
 
     # ---- the members of a forward
 
     @contextlib.contextmanager
-    def at(self, point: Sequence[Probe] | Point) -> Iterator[None]:
+    def at(self, point: Sequence[Probe] | ProbePoint) -> Iterator[None]:
         """Forwards inside compute every row block at its own probe."""
-        self.point = point if isinstance(point, Point) else Point(tuple(point), self.source.device)
+        self.point = point if isinstance(point, ProbePoint) else ProbePoint(tuple(point), self.source.device)
         if self.perturbed:
-            self.work.begin(self.point)
+            self.ops.begin(self.point)
         try:
             yield
         finally:
-            self.diverged, self.point = False, Point((), self.source.device)
+            self.diverged, self.point = False, ProbePoint((), self.source.device)
             self._small, self.rows, self.length, self.words, self.gather = None, 0, 0, None, None
 
     @property
@@ -133,13 +133,13 @@ class Population:
     def member_matrix(self, name: str) -> Tensor:
         """[P, *shape] of a large tensor, in scratch that all layers share: use it before asking for another."""
         out = self._room(self.large[name])
-        self.work.members(self.trained[name], self.large[name], self.point, out)
+        self.ops.members(self.trained[name], self.large[name], self.point, out)
         return out
 
     def joint_matrix(self, names: Sequence[str], value: Tensor) -> Tensor:
         """The same for dense matrices of one shape that lie below each other in `value`, in one go."""
         out = self._room(value)
-        self.work.joint_members([self.trained[name] for name in names], value, self.point, out)
+        self.ops.joint_members([self.trained[name] for name in names], value, self.point, out)
         return out
 
     def _room(self, value: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class Population:
         if not self.perturbed:
             picked = self.large[name][ids].float()
             return picked.expand(self.members, *picked.shape)
-        return self.work.moved_rows(trained, self.large[name], ids, self.point)
+        return self.ops.moved_rows(trained, self.large[name], ids, self.point)
 
     def factor_scales(self, rank: int) -> Tensor:
         """[P, K] scales of the integer products U·Vᵀ."""
@@ -180,20 +180,20 @@ class Population:
 
     def _small_members(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for flat in self.flats:
-            values = self.work.small_members(flat, self.point)
+        for flat in self.flat_buffers:
+            values = self.ops.small_members(flat, self.point)
             for slot in flat.slots:
                 block = values[:, slot.start : slot.start + slot.count]
                 found[slot.trained.name] = block.reshape(self.members, *slot.trained.shape)
         return found
 
 
-def worker(source: NoiseSource, compute: torch.dtype) -> Plain:
+def choose_ops(source: NoiseSource, compute: torch.dtype) -> ReferenceOps:
     """Kernels where there is a GPU and Triton to write them in, plain torch elsewhere: the same weights bit for bit."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # kernels on a CPU, for tests
     if (source.device.type == "cuda" or interpreted) and importlib.util.find_spec("triton") is not None:
         from mezzo.engines.torch.gpu.fused import DeviceNoise
-        from mezzo.engines.torch.gpu.graph_noise import OnDevice
+        from mezzo.engines.torch.gpu.graph_noise import GraphOps
 
-        return OnDevice(DeviceNoise(source.kind, source.device), compute)
-    return Plain(source)
+        return GraphOps(DeviceNoise(source.kind, source.device), compute)
+    return ReferenceOps(source)

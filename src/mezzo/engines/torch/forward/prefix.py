@@ -1,4 +1,4 @@
-"""Trained keys and values in front of a layer's own, through transformers' attention interface.
+"""TrainedTensor keys and values in front of a layer's own, through transformers' attention interface.
 
 The prefix meets the model where attention happens: after the rotary positions, outside the key-value cache. So no token moves to
 another position, every token sees the whole prefix whatever the mask or the window, and generation works as without it.

@@ -14,14 +14,14 @@ from mezzo.types import Probe, Update
 
 
 @dataclass(frozen=True)
-class Point:
+class ProbePoint:
     """The members of a forward: one probe each, and their distinct seeds."""
 
     probes: tuple[Probe, ...]
     device: torch.device
 
     @classmethod
-    def in_memory(cls, members: int, keys: Tensor, scales: Tensor) -> Point:
+    def in_memory(cls, members: int, keys: Tensor, scales: Tensor) -> ProbePoint:
         """One direction whose seed and scales kernels find in device memory when they run, not when they are launched."""
         point = cls((Probe(((0, 0.0),)),) * members, keys.device)
         point.__dict__.update(keys=keys, scales=scales)
@@ -49,14 +49,14 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Move:
+class DeviceUpdate:
     """An update on its way to the weights."""
 
     update: Update
     device: torch.device
 
     @classmethod
-    def in_memory(cls, terms: int, keys: Tensor, coefs: Tensor) -> Move:
+    def in_memory(cls, terms: int, keys: Tensor, coefs: Tensor) -> DeviceUpdate:
         """A move of so many terms, whose seeds and coefficients kernels find in device memory when they run."""
         move = cls(Update(((0, 1.0),) * terms), keys.device)
         move.__dict__.update(keys=keys, coefs=coefs)

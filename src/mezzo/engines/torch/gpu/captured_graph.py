@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from mezzo.engines.torch.forward.inputs import TENSORS, Rows
-from mezzo.engines.torch.forward.probe_point import Move, Point
+from mezzo.engines.torch.forward.probe_point import DeviceUpdate, ProbePoint
 from mezzo.types import Batch, Probe
 
 if TYPE_CHECKING:
@@ -45,11 +45,11 @@ class Staging:
         self.target.copy_(self.pinned, non_blocking=True)
 
 
-class Captured:
+class CapturedForward:
     """One shape: its inputs in device memory, and the graph that reads them once it was captured."""
 
     def __init__(
-        self, engine: TorchEngine, rows: Rows, batch: Batch, point: Point, beside: Sequence[Words] = ()
+        self, engine: TorchEngine, rows: Rows, batch: Batch, point: ProbePoint, beside: Sequence[Words] = ()
     ) -> None:
         self.engine, self.batch = engine, batch
         parts = [*parts_of(rows, point), *beside]
@@ -62,17 +62,17 @@ class Captured:
         self.point = point
         if point.seeds:
             seeds, scales = next(views), next(views).view(torch.float32)[: len(point.probes)].view(-1, 1)
-            self.point = Point.in_memory(len(point.probes), seeds, scales)
+            self.point = ProbePoint.in_memory(len(point.probes), seeds, scales)
         self.beside = tuple(views)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.staging = Staging(self.inputs)
         self.scores = torch.empty(0)
-        self.met: set[CapturedMove] = set()
-        self.after: dict[CapturedMove, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.met: set[CapturedUpdate] = set()
+        self.after: dict[CapturedUpdate, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.held: tuple[Rows, tuple[Probe, ...]] | None = None
         """What the inputs are, or will be when the device has done what it was told before."""
 
-    def send(self, rows: Rows, point: Point) -> None:
+    def send(self, rows: Rows, point: ProbePoint) -> None:
         if self.held is None or self.held[0] is not rows or self.held[1] != point.probes:
             self.staging.send(parts_of(rows, point))
             self.held = rows, point.probes
@@ -92,7 +92,7 @@ class Captured:
         self.graph.replay()
         return self.scores
 
-    def run_after(self, move: CapturedMove, pool: Any) -> Tensor:
+    def run_after(self, move: CapturedUpdate, pool: Any) -> Tensor:
         """The same behind an update that waits, in one launch: each takes the host as long as many small kernels run."""
         if move not in self.after:
             self.after[move] = self._captured(pool, move)
@@ -101,7 +101,7 @@ class Captured:
         move.staging.copied.record()
         return scores
 
-    def _captured(self, pool: Any, move: CapturedMove | None) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _captured(self, pool: Any, move: CapturedUpdate | None) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool), masks_as_outside():
             if move is not None:
@@ -109,14 +109,14 @@ class Captured:
             return graph, self.forward()
 
 
-class CapturedMove:
+class CapturedUpdate:
     """Updates of so many terms: their seeds and coefficients in device memory, and the graph that fetches and reads them."""
 
     def __init__(self, engine: TorchEngine, terms: int) -> None:
         self.engine = engine
         self.inputs = torch.empty(terms + -(-(terms + 1) // 2), dtype=torch.int64, device=engine.device)
         coefs = self.inputs[terms:].view(torch.float32)[: terms + 1]
-        self.move = Move.in_memory(terms, self.inputs[:terms], coefs)
+        self.move = DeviceUpdate.in_memory(terms, self.inputs[:terms], coefs)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.staging = Staging(self.inputs)
 
@@ -153,7 +153,7 @@ def masks_as_outside() -> Iterator[None]:
         masking_utils.is_tracing, masking_utils.find_packed_sequence_indices = tracing, packed
 
 
-def parts_of(rows: Rows, point: Point) -> list[Words]:
+def parts_of(rows: Rows, point: ProbePoint) -> list[Words]:
     """Everything that changes from step to step, as int64 words in a fixed order."""
     parts = [value.numpy().reshape(-1) for name in TENSORS if (value := getattr(rows, name)) is not None]
     if point.seeds:

@@ -17,7 +17,7 @@ from mezzo.engines.torch.catalog import canonical_names, known
 from mezzo.engines.torch.forward.last_layer import ENCODERS, last_of
 from mezzo.engines.torch.forward.population import Population
 from mezzo.engines.torch.gpu.fused import WHOLE
-from mezzo.engines.torch.gpu.graph_noise import OnDevice
+from mezzo.engines.torch.gpu.graph_noise import GraphOps
 from mezzo.engines.torch.gpu.kernels import encoder, lowrank, norms
 from mezzo.engines.torch.gpu.lowrank_layers import adapter_of
 from mezzo.method.space import lora_names
@@ -49,8 +49,8 @@ class Product:
         self.names = [names[id(module.weight)] for module in modules]
         self.biases = [(module.bias, names[id(module.bias)]) for module in modules]
         self.dense = all(self._is_dense(name) for name in self.names)
-        work = population.work
-        assert isinstance(work, OnDevice)
+        work = population.ops
+        assert isinstance(work, GraphOps)
         adapters = [
             None if self.dense else adapter_of(module, path, population, work, names, scaling)
             for module, path in zip(modules, paths, strict=True)
@@ -213,8 +213,8 @@ def _at(module: Any, path: str) -> Any:
 
 def _known(layer: Any, path: str, population: Population, names: dict[int, str], scaling: float) -> bool:
     """True for a layer all of whose parts are what this file computes."""
-    work = population.work
-    assert isinstance(work, OnDevice)
+    work = population.ops
+    assert isinstance(work, GraphOps)
     for name in (name for group in PRODUCTS for name in group):
         module, trained = _at(layer, name), population.trained
         here = f"{path}.{name}"

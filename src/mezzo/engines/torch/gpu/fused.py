@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mezzo.engines.torch.forward.probe_point import Move, Point, words_on
+from mezzo.engines.torch.forward.probe_point import DeviceUpdate, ProbePoint, words_on
 from mezzo.engines.torch.gpu.kernels import matrices, philox
 from mezzo.engines.torch.gpu.noise_layout import Group, Matrix, Run, Signs, groups_of
-from mezzo.engines.torch.weights.flat_buffer import Flat
+from mezzo.engines.torch.weights.flat_buffer import FlatBuffer
 from mezzo.engines.torch.weights.noise import ALIGN, NoiseSource, quantiles
-from mezzo.engines.torch.weights.reference import Plain
+from mezzo.engines.torch.weights.reference import ReferenceOps
 from mezzo.method import noise, rounding
-from mezzo.types import Trained
+from mezzo.types import TrainedTensor
 
 LARGEST_RANK = 32
 """Signs of a factor's row that fit into the kernel's number; noise of a higher rank is left to plain torch."""
@@ -81,26 +81,26 @@ class DeviceNoise(NoiseSource):
         self._seeds.clear()
 
 
-class Fused(Plain):
+class FusedOps(ReferenceOps):
     """Kernels for flat buffers and for matrices; what they do not cover is left to plain torch."""
 
     source: DeviceNoise
 
     def __init__(self, source: DeviceNoise) -> None:
         super().__init__(source)
-        self._tables: weakref.WeakKeyDictionary[Flat, tuple[Tensor, Tensor]] = weakref.WeakKeyDictionary()
+        self._tables: weakref.WeakKeyDictionary[FlatBuffer, tuple[Tensor, Tensor]] = weakref.WeakKeyDictionary()
         self._plans: dict[tuple[tuple[str, int], ...], list[Group]] = {}
         self._keys: dict[tuple[str, ...], Tensor] = {}
         self._shared: dict[str, Signs] = {}
-        self._made: tuple[Signs, Point, Tensor] | None = None
+        self._made: tuple[Signs, ProbePoint, Tensor] | None = None
 
-    def small_members(self, flat: Flat, point: Point) -> Tensor:
+    def small_members(self, flat: FlatBuffer, point: ProbePoint) -> Tensor:
         out = torch.empty(len(point.probes), flat.values.numel(), device=self.source.device)
         keys, index = self._table(flat)
         self._perturb(flat.values, out, keys, index, point)
         return out
 
-    def members(self, trained: Trained, value: Tensor, point: Point, out: Tensor) -> None:
+    def members(self, trained: TrainedTensor, value: Tensor, point: ProbePoint, out: Tensor) -> None:
         if trained.rank or not point.seeds:
             super().members(trained, value, point, out)
         elif point.single:
@@ -108,7 +108,7 @@ class Fused(Plain):
         else:
             self._perturb(value, out, self.source.keys(trained.name), None, point)
 
-    def joint_members(self, trained: Sequence[Trained], value: Tensor, point: Point, out: Tensor) -> None:
+    def joint_members(self, trained: Sequence[TrainedTensor], value: Tensor, point: ProbePoint, out: Tensor) -> None:
         """Matrices of one shape that lie side by side in `value`, at every member: out[P, *value.shape]."""
         assert len(trained) == 1 or value.numel() % (len(trained) * WHOLE) == 0
         count, rows = value.numel(), -(-value.numel() // len(trained) // ALIGN)
@@ -129,10 +129,10 @@ class Fused(Plain):
             signs = Signs(named, self.source.device)
             self._shared |= dict.fromkeys(signs.at, signs)
 
-    def begin(self, point: Point) -> None:
+    def begin(self, point: ProbePoint) -> None:
         self._made = None
 
-    def move_small(self, flat: Flat, move: Move) -> None:
+    def move_small(self, flat: FlatBuffer, move: DeviceUpdate) -> None:
         keys, index = self._table(flat)
         value = flat.values
         philox.update[_grid(value.numel(), FLAT)](
@@ -141,10 +141,10 @@ class Fused(Plain):
             **FLAT, **EXACT,
         )  # fmt: skip
 
-    def move(self, trained: Trained, value: Tensor, move: Move) -> None:
+    def move(self, trained: TrainedTensor, value: Tensor, move: DeviceUpdate) -> None:
         self.move_all([(trained, value)], move)
 
-    def move_all(self, every: Sequence[Matrix], move: Move) -> None:
+    def move_all(self, every: Sequence[Matrix], move: DeviceUpdate) -> None:
         """Matrices of one shape in one launch: many small launches would leave most of a GPU idle."""
         for trained, value in every:
             if trained.rank > LARGEST_RANK:
@@ -160,7 +160,7 @@ class Fused(Plain):
             for run in group.runs:
                 self._update(run, made, move)
 
-    def _update(self, run: Run, made: Tensor, move: Move) -> None:
+    def _update(self, run: Run, made: Tensor, move: DeviceUpdate) -> None:
         rank, value = run.trained.rank, run.base
         kind = philox.FACTORS if rank else KINDS[self.source.kind]
         shape = FLAT if kind == philox.NORMALS else MATRIX
@@ -172,7 +172,7 @@ class Fused(Plain):
             DTYPE=TYPES[value.dtype], **shape, **EXACT,
         )  # fmt: skip
 
-    def _perturb(self, value: Tensor, out: Tensor, keys: Tensor, index: Tensor | None, point: Point) -> None:
+    def _perturb(self, value: Tensor, out: Tensor, keys: Tensor, index: Tensor | None, point: ProbePoint) -> None:
         count = value.numel()
         philox.perturb[_grid(count, FLAT)](
             value, out, count, keys, keys if index is None else index, point.keys, point.scales,
@@ -180,7 +180,7 @@ class Fused(Plain):
             KIND=KINDS[self.source.kind], FLAT=index is not None, **FLAT, **EXACT,
         )  # fmt: skip
 
-    def _signs_of(self, trained: Sequence[Trained], point: Point) -> tuple[Signs, Tensor]:
+    def _signs_of(self, trained: Sequence[TrainedTensor], point: ProbePoint) -> tuple[Signs, Tensor]:
         """The signs of these tensors at a point of one direction, made for all that share their group."""
         if trained[0].name not in self._shared:
             self.share_signs([[(one.name, one.shape[0] * one.shape[1]) for one in trained]])
@@ -190,13 +190,13 @@ class Fused(Plain):
             self._made = signs, point, signs.made(point.keys, 1)
         return signs, self._made[2]
 
-    def _keys_of(self, trained: Sequence[Trained]) -> Tensor:
+    def _keys_of(self, trained: Sequence[TrainedTensor]) -> Tensor:
         names = tuple(one.name for one in trained)
         if names not in self._keys:
             self._keys[names] = torch.cat([self.source.keys(name) for name in names])
         return self._keys[names]
 
-    def _table(self, flat: Flat) -> tuple[Tensor, Tensor]:
+    def _table(self, flat: FlatBuffer) -> tuple[Tensor, Tensor]:
         """For every row of 64 elements in a flat buffer: its tensor's keys, and its number within that tensor."""
         if flat not in self._tables:
             keys: list[int] = []

@@ -6,17 +6,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mezzo.engines.torch.forward.probe_point import Point
-from mezzo.engines.torch.gpu.fused import DeviceNoise, Fused
+from mezzo.engines.torch.forward.probe_point import ProbePoint
+from mezzo.engines.torch.gpu.fused import DeviceNoise, FusedOps
 from mezzo.engines.torch.gpu.kernels import norms
 from mezzo.engines.torch.gpu.kernels.streams import Streams, Turned, moved_rows
 from mezzo.engines.torch.gpu.noise_layout import portions
-from mezzo.engines.torch.weights.flat_buffer import Flat
+from mezzo.engines.torch.weights.flat_buffer import FlatBuffer
 from mezzo.engines.torch.weights.noise import ALIGN
-from mezzo.types import Trained
+from mezzo.types import TrainedTensor
 
 
-class OnDevice(Fused):
+class GraphOps(FusedOps):
     """Keeps the noise of thin factors for the length of a forward, in room that is made once."""
 
     kernels = True
@@ -24,14 +24,14 @@ class OnDevice(Fused):
     def __init__(self, source: DeviceNoise, compute: torch.dtype) -> None:
         super().__init__(source)
         self.compute = compute
-        self._lora: dict[int, tuple[Flat, Streams, Tensor]] = {}
+        self._lora: dict[int, tuple[FlatBuffer, Streams, Tensor]] = {}
         self._thin: Streams | None = None
         self._below: list[tuple[int, Tensor]] = []
         self._turned: Turned | None = None
         self.factor_at: dict[str, int] = {}
         """Where the factor `NAME/U` or `NAME/V` of a tensor begins in `factor_noise`."""
 
-    def prepare(self, trained: list[Trained], flats: list[Flat], large: dict[str, Tensor]) -> None:
+    def prepare(self, trained: list[TrainedTensor], flats: list[FlatBuffer], large: dict[str, Tensor]) -> None:
         """Room for the noise of LoRA's factors and of the factors of low-rank noise; matrices whose signs are made together."""
         for flat in flats:
             if any(slot.trained.kind in ("lora_A", "lora_B") for slot in flat.slots):
@@ -56,7 +56,7 @@ class OnDevice(Fused):
         assert self._thin is not None
         return self._thin.values
 
-    def lora_parts(self, flat: Flat) -> Tensor:
+    def lora_parts(self, flat: FlatBuffer) -> Tensor:
         """[3, n]: a flat buffer of LoRA factors as a sum of two, and its noise, at the point that was begun."""
         return self._lora[id(flat)][2]
 
@@ -64,7 +64,7 @@ class OnDevice(Fused):
         """Let rows[rank, n] hold the factor that begins at `start` of `factor_noise`, at every point of one direction."""
         self._below.append((start, rows))
 
-    def begin(self, point: Point) -> None:
+    def begin(self, point: ProbePoint) -> None:
         super().begin(point)
         if not point.single:
             return
@@ -78,7 +78,7 @@ class OnDevice(Fused):
             self._turned = self._turned or Turned(self._below)
             self._turned.fill(self.factor_noise)
 
-    def moved_rows(self, trained: Trained, value: Tensor, ids: Tensor, point: Point) -> Tensor:
+    def moved_rows(self, trained: TrainedTensor, value: Tensor, ids: Tensor, point: ProbePoint) -> Tensor:
         if not point.single:
             return super().moved_rows(trained, value, ids, point)
         if trained.rank:
@@ -92,7 +92,7 @@ class OnDevice(Fused):
         key = self.source.keys(trained.name)
         return moved_rows(value, ids, key, point.keys, point.scales, self.source.kind)
 
-    def factors(self, trained: Trained, point: Point) -> tuple[Tensor, Tensor]:
+    def factors(self, trained: TrainedTensor, point: ProbePoint) -> tuple[Tensor, Tensor]:
         if not point.single:
             return super().factors(trained, point)
         left, right = (
@@ -101,7 +101,7 @@ class OnDevice(Fused):
         )
         return left, right
 
-    def members(self, trained: Trained, value: Tensor, point: Point, out: Tensor) -> None:
+    def members(self, trained: TrainedTensor, value: Tensor, point: ProbePoint, out: Tensor) -> None:
         if not (point.single and trained.rank):
             return super().members(trained, value, point, out)
         left, right = self.factors(trained, point)

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from mezzo.engines.torch.forward.inputs import Rows
-from mezzo.engines.torch.forward.probe_point import Point
-from mezzo.engines.torch.gpu.captured_graph import Captured, CapturedMove
+from mezzo.engines.torch.forward.probe_point import ProbePoint
+from mezzo.engines.torch.gpu.captured_graph import CapturedForward, CapturedUpdate
 from mezzo.engines.torch.gpu.fused import LARGEST_RANK
 from mezzo.types import Batch, Scores, Update
 
 if TYPE_CHECKING:
     from mezzo.engines.torch.engine import TorchEngine
 
-Shape = TypeVar("Shape", bound=Captured)
+Shape = TypeVar("Shape", bound=CapturedForward)
 MOST = 32
 """Shapes that are kept. Each costs a few megabytes beside the memory that all share."""
 
@@ -35,13 +35,13 @@ class Graphs:
     def __init__(self, engine: TorchEngine) -> None:
         self.engine = engine
         self.pool = torch.cuda.graph_pool_handle()
-        self.captured: OrderedDict[Hashable, Captured] = OrderedDict()
-        self.moves: dict[int, CapturedMove] = {}
+        self.captured: OrderedDict[Hashable, CapturedForward] = OrderedDict()
+        self.moves: dict[int, CapturedUpdate] = {}
         self.done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.refused = ""
         """Why nothing is captured, where the model's forward does not allow it."""
         self.moves_by_kernels = all(t.rank <= LARGEST_RANK for t in engine.trained)
-        self._waiting: CapturedMove | None = None
+        self._waiting: CapturedUpdate | None = None
         """An update of small tensors that is launched together with the next forward, or by `settle` before."""
 
     def replay(self, updates: Sequence[Update]) -> None:
@@ -68,7 +68,7 @@ class Graphs:
         seeds = np.array([seed for seed, _ in update.terms], dtype=np.uint64)
         known = terms in self.moves
         if not known:
-            self.moves[terms] = CapturedMove(self.engine, terms)
+            self.moves[terms] = CapturedUpdate(self.engine, terms)
         one = self.moves[terms]
         one.staging.fill([seeds.view(np.int64), coefs.view(np.int64)])
         if known:
@@ -78,7 +78,7 @@ class Graphs:
         else:
             one.run()
 
-    def capture(self, one: Captured | CapturedMove) -> None:
+    def capture(self, one: CapturedForward | CapturedUpdate) -> None:
         """Capture what is not yet; a model whose forward cannot be captured runs its kernels one by one from then on."""
         if one.graph is not None or self.refused:
             return
@@ -90,26 +90,26 @@ class Graphs:
             one.graph = None
             self.refused = str(error).splitlines()[0]
 
-    def score(self, groups: Sequence[Rows], batch: Batch, points: Sequence[Point], out: Scores) -> None:
+    def score(self, groups: Sequence[Rows], batch: Batch, points: Sequence[ProbePoint], out: Scores) -> None:
         """Launch every micro-batch at every point, then wait once for the scores of all."""
         found = [(point, rows, self._launched(rows, batch, point)) for point in points for rows in groups]
         self.done.record()
         self.engine.prepare_expected()
         self.done.synchronize()
-        first = {id(point): number * self.engine.unit.members for number, point in enumerate(points)}
+        first = {id(point): number * self.engine.micro_batch.members for number, point in enumerate(points)}
         for point, rows, scores in found:
             start, members = first[id(point)], len(point.probes)
             rows.place(out[start : start + members], scores.numpy().reshape(members, -1, *rows.tail))
 
-    def send(self, rows: Rows, batch: Batch, point: Point) -> None:
+    def send(self, rows: Rows, batch: Batch, point: ProbePoint) -> None:
         """What will be scored next, to where its graph reads it, behind what the device is doing; if there is a graph."""
         one = self.captured.get(key_of(rows, batch, point, self.engine.population.trims))
         if one is not None and one.graph is not None:
             one.send(rows, point)
 
-    def _launched(self, rows: Rows, batch: Batch, point: Point) -> Tensor:
+    def _launched(self, rows: Rows, batch: Batch, point: ProbePoint) -> Tensor:
         key = key_of(rows, batch, point, self.engine.population.trims)
-        one, known = self.shape(key, lambda: Captured(self.engine, rows, batch, point))
+        one, known = self.shape(key, lambda: CapturedForward(self.engine, rows, batch, point))
         one.send(rows, point)
         if known:
             if one.graph is None:
@@ -129,7 +129,7 @@ class Graphs:
         self.captured.move_to_end(key)
         return self.captured[key], known  # type: ignore[return-value]
 
-    def _run(self, one: Captured) -> Tensor:
+    def _run(self, one: CapturedForward) -> Tensor:
         """Behind the update that waits, if one does: in one launch where that happens again and again."""
         waiting = self._waiting
         if waiting is not None and one.graph is not None and waiting in one.met:
@@ -141,5 +141,5 @@ class Graphs:
         return one.run()
 
 
-def key_of(rows: Rows, batch: Batch, point: Point, trims: bool) -> Hashable:
+def key_of(rows: Rows, batch: Batch, point: ProbePoint, trims: bool) -> Hashable:
     return rows.shapes, rows.padded, batch.readout, len(point.probes), len(point.seeds), trims

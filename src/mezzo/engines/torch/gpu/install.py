@@ -11,21 +11,21 @@ if TYPE_CHECKING:
 def attach(engine: TorchEngine, scaling: float) -> None:
     """Override what has kernels. Where the work is plain torch (a CPU, no Triton), nothing is."""
     population = engine.population
-    if not population.work.kernels:
+    if not population.ops.kernels:
         return
     from mezzo.engines.torch.gpu import decoder, encoder, lowrank_layers, norms
-    from mezzo.engines.torch.gpu.graph_noise import OnDevice
+    from mezzo.engines.torch.gpu.graph_noise import GraphOps
 
-    assert isinstance(population.work, OnDevice)
-    population.work.prepare(list(population.trained.values()), population.flats, population.large)
+    assert isinstance(population.ops, GraphOps)
+    population.ops.prepare(list(population.trained.values()), population.flat_buffers, population.large)
     lowrank_layers.attach(engine.model, population, scaling)
     norms.attach(engine.model, population)
     decoder.attach(engine.model, population)
-    encoder.attach(engine.model, population, scaling, engine.trunk.layers if engine.trunk else ())
+    encoder.attach(engine.model, population, scaling, engine.frozen_cache.layers if engine.frozen_cache else ())
     if engine.device.type == "cuda":
         from mezzo.engines.torch.gpu.graphs import Graphs
-        from mezzo.engines.torch.gpu.pipeline import Ahead
+        from mezzo.engines.torch.gpu.pipeline import Pipeline
 
         engine.graphs = Graphs(engine)
         if engine.graphs.moves_by_kernels:
-            engine.ahead = Ahead(engine, engine.graphs)
+            engine.ahead = Pipeline(engine, engine.graphs)

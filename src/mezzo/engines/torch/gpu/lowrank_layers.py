@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mezzo.engines.torch.catalog import canonical_names
 from mezzo.engines.torch.forward.modules import output_head
 from mezzo.engines.torch.forward.population import Population
-from mezzo.engines.torch.gpu.graph_noise import OnDevice
+from mezzo.engines.torch.gpu.graph_noise import GraphOps
 from mezzo.engines.torch.gpu.kernels import lowrank
 from mezzo.method.space import lora_names
 
@@ -47,8 +47,8 @@ LATER = ("o_proj", "out_proj", "down_proj", "fc2", "dense", "dense_4h_to_h")
 
 def attach(model: nn.Module, population: Population, scaling: float) -> None:
     """Group the linear layers of each parent that carry thin factors and override their forward."""
-    work = population.work
-    assert isinstance(work, OnDevice)
+    work = population.ops
+    assert isinstance(work, GraphOps)
     names, head = canonical_names(model), output_head(model)
     for parent_path, parent in model.named_modules():
         groups: dict[tuple[object, ...], list[Adapter]] = {}
@@ -73,7 +73,7 @@ def attach(model: nn.Module, population: Population, scaling: float) -> None:
 
 
 def adapter_of(
-    module: nn.Module, path: str, population: Population, work: OnDevice, names: dict[int, str], scaling: float
+    module: nn.Module, path: str, population: Population, work: GraphOps, names: dict[int, str], scaling: float
 ) -> tuple[Adapter, Kind] | None:
     """A linear layer with thin factors that the kernels take; None where it has none, or others."""
     if type(module) is not nn.Linear or "forward" not in vars(module):
@@ -83,7 +83,7 @@ def adapter_of(
     down, up = lora_names(f"{path}.weight")
     if down in population.trained and up in population.trained:
         rank = population.trained[down].shape[0]
-        for flat in population.flats:
+        for flat in population.flat_buffers:
             at = {slot.trained.name: slot.start for slot in flat.slots}
             if down in at and up in at and _fits(rank):
                 return Adapter(module, path, at[down], at[up], bias), Kind(rank, scaling, work.lora_parts(flat))
@@ -151,7 +151,7 @@ class Group:
                 y[place].addmm_(x, adapter.module.weight.T)
                 if adapter.bias is not None:
                     members = population.member(adapter.bias)
-                    population.work.add_bias(y[place].view(len(members), -1, run.width), members)
+                    population.ops.add_bias(y[place].view(len(members), -1, run.width), members)
                 found[run.start + place] = y[place].view(*rows.shape[:-1], -1)
         return found
 

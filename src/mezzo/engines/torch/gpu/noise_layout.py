@@ -13,11 +13,11 @@ from mezzo.engines.torch.forward.probe_point import words_on
 from mezzo.engines.torch.gpu.kernels import matrices
 from mezzo.engines.torch.weights.noise import ALIGN
 from mezzo.method import noise, rounding
-from mezzo.types import Trained
+from mezzo.types import TrainedTensor
 
 AT_ONCE = 2**25
 """Elements whose signs are held at a time: 4 MiB of them for each direction."""
-Matrix = tuple[Trained, Tensor]
+Matrix = tuple[TrainedTensor, Tensor]
 
 
 class Signs:
@@ -46,7 +46,7 @@ class Signs:
 class FactorSigns:
     """One number a row of the factors U and V of low-rank noise, of tensors side by side."""
 
-    def __init__(self, trained: Sequence[Trained], device: torch.device) -> None:
+    def __init__(self, trained: Sequence[TrainedTensor], device: torch.device) -> None:
         self.at: dict[str, int] = {}
         self.rank = trained[0].rank
         places: list[int] = []
@@ -72,7 +72,7 @@ class FactorSigns:
 class Run:
     """Matrices of one shape, type and kind of noise that one launch updates; entries as `matrices.update` reads them."""
 
-    trained: Trained
+    trained: TrainedTensor
     base: Tensor
     matrices: int
     entries: Tensor

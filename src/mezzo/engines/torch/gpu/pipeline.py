@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from mezzo.engines.torch.forward.inputs import Rows
-from mezzo.engines.torch.forward.probe_point import Move, Point
-from mezzo.engines.torch.gpu.captured_graph import Captured, Words, parts_of
+from mezzo.engines.torch.forward.probe_point import DeviceUpdate, ProbePoint
+from mezzo.engines.torch.gpu.captured_graph import CapturedForward, Words, parts_of
 from mezzo.engines.torch.gpu.graphs import Graphs, key_of
 from mezzo.engines.torch.gpu.kernels.device_step import OUTCOME, fits, judge
 from mezzo.errors import RunFailed
@@ -37,7 +37,7 @@ class Waiting:
         self.still.view(torch.float32)[2] = 1.0  # keep all, along no direction: bit for bit what was
         self.words = self.still.clone()
         self.coefs = self.words.view(torch.float32)[2:]
-        self.move = Move.in_memory(1, self.words[:1], self.coefs)
+        self.move = DeviceUpdate.in_memory(1, self.words[:1], self.coefs)
 
     def make(self) -> None:
         self.engine.population.move(self.move)
@@ -46,16 +46,16 @@ class Waiting:
         self.words.copy_(self.still)
 
 
-class Judged(Captured):
+class CapturedStep(CapturedForward):
     """A shape whose graph begins with the move that waits and ends with the next one."""
 
     def __init__(
-        self, engine: TorchEngine, rows: Rows, question: Question, point: Point, waiting: Waiting, outcome: Tensor
+        self, engine: TorchEngine, rows: Rows, question: Question, point: ProbePoint, waiting: Waiting, outcome: Tensor
     ) -> None:
         super().__init__(engine, rows, question.batch, point, _beside(rows, question))
         self.waiting, self.outcome = waiting, outcome
 
-    def send_all(self, rows: Rows, question: Question, point: Point) -> None:
+    def send_all(self, rows: Rows, question: Question, point: ProbePoint) -> None:
         self.staging.send([*parts_of(rows, point), *_beside(rows, question)])
 
     def forward(self) -> Tensor:
@@ -91,7 +91,7 @@ class Slot:
         return self.numbers.numpy().copy()
 
 
-class Ahead:
+class Pipeline:
     """The step that is on its way, and the move that follows from it."""
 
     def __init__(self, engine: TorchEngine, graphs: Graphs) -> None:
@@ -154,7 +154,7 @@ class Ahead:
         rows, point = found
         key = key_of(rows, question.batch, point, self.engine.population.trims)
         one, known = self.graphs.shape(
-            ("judged", key), lambda: Judged(self.engine, rows, question, point, self.waiting, self.outcome)
+            ("judged", key), lambda: CapturedStep(self.engine, rows, question, point, self.waiting, self.outcome)
         )
         self.graphs.settle()
         one.send_all(rows, question, point)
@@ -164,7 +164,7 @@ class Ahead:
         slot.fetch(one.run(), question)
         return slot
 
-    def _shape(self, question: Question) -> tuple[Rows, Point] | None:
+    def _shape(self, question: Question) -> tuple[Rows, ProbePoint] | None:
         """The one micro-batch and the one ± pair of a question that a kernel can judge."""
         batch, probes = question.batch, question.probes
         if question.rule is None or not _is_pair(probes) or batch.readout.kind == "candidates":
@@ -172,7 +172,7 @@ class Ahead:
         groups = self.engine.packed(batch)
         if len(groups) > 1 or not fits(groups[0].count, *groups[0].tail):
             return None
-        return groups[0], Point(probes, self.engine.device)
+        return groups[0], ProbePoint(probes, self.engine.device)
 
 
 def _is_pair(probes: Sequence[Probe]) -> bool:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from mezzo.engines.torch.weights.noise import ALIGN
-from mezzo.types import Trained
+from mezzo.types import TrainedTensor
 
 SMALL = 64 * 1024  # elements; a larger matrix is perturbed on its own
 
 
-def is_large(trained: Trained, tensor: Tensor) -> bool:
+def is_large(trained: TrainedTensor, tensor: Tensor) -> bool:
     """Matrices of the model that are worth perturbing one at a time. Vectors and LoRA factors never are."""
     if trained.rank:
         return True
@@ -25,15 +25,15 @@ def is_large(trained: Trained, tensor: Tensor) -> bool:
 class Slot:
     """Where a small tensor lies in its flat buffer."""
 
-    trained: Trained
+    trained: TrainedTensor
     start: int
     count: int
 
 
-class Flat:
+class FlatBuffer:
     """Small tensors of one type and one decay setting in one buffer; gaps up to the next word belong to nobody."""
 
-    def __init__(self, tensors: Sequence[tuple[Trained, Tensor]]) -> None:
+    def __init__(self, tensors: Sequence[tuple[TrainedTensor, Tensor]]) -> None:
         self.slots: list[Slot] = []
         end = 0
         for trained, tensor in tensors:
@@ -50,9 +50,9 @@ class Flat:
         return self.values[slot.start : slot.start + slot.count].view(slot.trained.shape)
 
 
-def flats_of(tensors: Sequence[tuple[Trained, Tensor]]) -> list[Flat]:
+def group_flat_buffers(tensors: Sequence[tuple[TrainedTensor, Tensor]]) -> list[FlatBuffer]:
     """One buffer for each type and decay setting that occurs."""
-    groups: dict[tuple[bool, torch.dtype], list[tuple[Trained, Tensor]]] = {}
+    groups: dict[tuple[bool, torch.dtype], list[tuple[TrainedTensor, Tensor]]] = {}
     for trained, tensor in tensors:
         groups.setdefault((trained.decay, tensor.dtype), []).append((trained, tensor))
-    return [Flat(group) for group in groups.values()]
+    return [FlatBuffer(group) for group in groups.values()]

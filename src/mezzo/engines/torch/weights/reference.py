@@ -11,19 +11,19 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from mezzo.engines.torch.forward.probe_point import Move, Point
-from mezzo.engines.torch.weights.flat_buffer import Flat
+from mezzo.engines.torch.forward.probe_point import DeviceUpdate, ProbePoint
+from mezzo.engines.torch.weights.flat_buffer import FlatBuffer
 from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.engines.torch.weights.rounding import store
 from mezzo.method import noise, rounding
-from mezzo.types import Trained, Update
+from mezzo.types import TrainedTensor, Update
 
 PIECE = {"cpu": 2**18}
 LARGEST_PIECE = 2**24
 """Elements worked on at once: what a core's cache holds, or enough to keep another device busy."""
 
 
-class Plain:
+class ReferenceOps:
     """The reference: every other way of doing this gives the same weights bit for bit."""
 
     kernels = False
@@ -32,10 +32,10 @@ class Plain:
     def __init__(self, source: NoiseSource) -> None:
         self.source = source
 
-    def begin(self, point: Point) -> None:
+    def begin(self, point: ProbePoint) -> None:
         """A forward at `point` is about to run."""
 
-    def small_members(self, flat: Flat, point: Point) -> Tensor:
+    def small_members(self, flat: FlatBuffer, point: ProbePoint) -> Tensor:
         """[P, n] of a flat buffer, in float32 whatever it is stored as."""
         values = flat.values.float()
         out = torch.empty((len(point.probes), values.numel()), device=values.device)
@@ -48,7 +48,7 @@ class Plain:
                 row.copy_(values)
         return out
 
-    def members(self, trained: Trained, value: Tensor, point: Point, out: Tensor) -> None:
+    def members(self, trained: TrainedTensor, value: Tensor, point: ProbePoint, out: Tensor) -> None:
         """A matrix at every member into `out` [P, *shape], rounded once to the type of `out`."""
         flat, rows = value.reshape(-1), out.view(len(point.probes), -1)
         for start, stop in self._pieces(trained, value):
@@ -63,12 +63,12 @@ class Plain:
                 if not probe.terms:
                     row.copy_(base)
 
-    def joint_members(self, trained: Sequence[Trained], value: Tensor, point: Point, out: Tensor) -> None:
+    def joint_members(self, trained: Sequence[TrainedTensor], value: Tensor, point: ProbePoint, out: Tensor) -> None:
         """Matrices of one shape that lie below each other in `value`, at every member: out[P, *value.shape]."""
         for one, own, room in zip(trained, value.chunk(len(trained)), out.chunk(len(trained), 1), strict=True):
             self.members(one, own, point, room)
 
-    def moved_rows(self, trained: Trained, value: Tensor, ids: Tensor, point: Point) -> Tensor:
+    def moved_rows(self, trained: TrainedTensor, value: Tensor, ids: Tensor, point: ProbePoint) -> Tensor:
         """[P, *ids.shape, width] in float32: rows of a matrix at every member, without touching the others."""
         if trained.rank:
             scales = point.scales * (1 / trained.rank**0.5)
@@ -80,7 +80,7 @@ class Plain:
             noises = [self.source.rows(seed, trained.name, (rows, width), ids) for seed in point.seeds]
         return value[ids].float() + torch.tensordot(scales, torch.stack(noises), dims=1)
 
-    def factors(self, trained: Trained, point: Point) -> tuple[Tensor, Tensor]:
+    def factors(self, trained: TrainedTensor, point: ProbePoint) -> tuple[Tensor, Tensor]:
         """U[out, K·r] and V[in, K·r] of low-rank noise, the seeds' columns side by side."""
         pairs = [self.source.factors(seed, trained.name, trained.shape, trained.rank) for seed in point.seeds]
         return torch.cat([u for u, _ in pairs], dim=1), torch.cat([v for _, v in pairs], dim=1)
@@ -89,7 +89,7 @@ class Plain:
         """y[P, …, n] += bias[P, n]; what is added in float32 to sixteen-bit activations is rounded once, as part of the sum."""
         y.add_(bias.view(len(bias), *[1] * (y.ndim - 2), -1))
 
-    def move_small(self, flat: Flat, move: Move) -> None:
+    def move_small(self, flat: FlatBuffer, move: DeviceUpdate) -> None:
         """A flat buffer after the move, in place."""
 
         def bits() -> Tensor:
@@ -99,12 +99,12 @@ class Plain:
             flat.values, flat.decay, move.update, lambda seed: self._flat_noise(flat, seed), bits, self._signs_only
         )
 
-    def move_all(self, every: Sequence[tuple[Trained, Tensor]], move: Move) -> None:
+    def move_all(self, every: Sequence[tuple[TrainedTensor, Tensor]], move: DeviceUpdate) -> None:
         """Matrices after the move, in place."""
         for trained, value in every:
             self.move(trained, value, move)
 
-    def move(self, trained: Trained, value: Tensor, move: Move) -> None:
+    def move(self, trained: TrainedTensor, value: Tensor, move: DeviceUpdate) -> None:
         """A matrix after the move, in place."""
         flat, update = value.view(-1), move.update
         scaled = [(seed, noise.factor_scale(coef, trained.rank)) for seed, coef in update.terms]
@@ -123,10 +123,10 @@ class Plain:
         """Products with this noise are exact."""
         return self.source.kind == "rademacher"
 
-    def _flat_noise(self, flat: Flat, seed: int) -> Tensor:
+    def _flat_noise(self, flat: FlatBuffer, seed: int) -> Tensor:
         return self.source.spread(self.source.side_by_side(seed, flat.named), None)
 
-    def _noise(self, trained: Trained, seed: int, start: int, stop: int) -> Tensor:
+    def _noise(self, trained: TrainedTensor, seed: int, start: int, stop: int) -> Tensor:
         """A piece of a matrix's noise; low-rank noise as the integers U·Vᵀ, without its 1/√r."""
         if not trained.rank:
             return self.source.dense(seed, trained.name, math.prod(trained.shape), start, stop)
@@ -134,7 +134,7 @@ class Plain:
         width = trained.shape[1]
         return (left[start // width : stop // width] @ right.T).view(-1)
 
-    def _pieces(self, trained: Trained, value: Tensor) -> Iterator[tuple[int, int]]:
+    def _pieces(self, trained: TrainedTensor, value: Tensor) -> Iterator[tuple[int, int]]:
         """Ranges of elements: whole rows for low-rank noise, whole words of the stream otherwise."""
         size = PIECE.get(value.device.type, LARGEST_PIECE)
         if trained.rank:
