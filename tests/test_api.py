@@ -90,7 +90,7 @@ def test_every_route_trains_and_verifies(model, task, items, changes, rows, tmp_
 
 
 def test_a_function_of_generated_text_is_an_objective(rows, tmp_path):
-    @mezzo.over_texts
+    @mezzo.text_reward
     def brief(text, prompt):
         return -len(text)
 

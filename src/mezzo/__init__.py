@@ -27,7 +27,7 @@ _LAZY = {
     "MeZOTrainer": "mezzo.runs.trainer",
     "MeZOMLMTrainer": "mezzo.mlm",
     "mezo_mlm_finetune": "mezzo.mlm",
-    "over_texts": "mezzo.evaluation.rewards",
+    "text_reward": "mezzo.evaluation.rewards",
 }
 
 __all__ = ["__version__", *sorted(_LAZY)]

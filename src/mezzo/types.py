@@ -113,7 +113,16 @@ class Slope:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class Question:
+    """What a method asks of an engine: scores of a batch at probes, or with `max_new_tokens` their greedy continuations."""
+
+    batch: Batch
+    probes: tuple[Probe, ...]
+    max_new_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PairRule:
     """From the mean cross-entropies of a ± pair to its update: (up − down) / spread is the slope; clipped to ±`clip` where
     that is positive and times `rate`, it is the coefficient. `keep` is a float32 value."""
 
@@ -124,12 +133,12 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What a step asks of an engine; the rule is there where the whole method is one that a device can follow."""
+class DeviceStep:
+    """A step that a device can run by itself: score a ± pair of probes, compute the losses and update by the rule."""
 
     batch: Batch
     probes: tuple[Probe, ...]
-    rule: Rule | None = None
+    rule: PairRule
 
 
 TensorKind = Literal["matrix", "embedding", "norm", "bias", "head", "lora_A", "lora_B", "prefix", "other"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mezzo.evaluation.rewards import over_texts
+from mezzo.evaluation.rewards import text_reward
 from mezzo.types import Prompt
 
 
-@over_texts
+@text_reward
 def short(text: str, prompt: Prompt) -> float:
     return 1.0 / (1 + len(text))

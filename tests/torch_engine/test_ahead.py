@@ -38,14 +38,14 @@ EPS = 1e-2
 def judged(scores: np.ndarray, batch: Batch, rule: Rule, seed: int) -> tuple[np.ndarray, Update]:
     from mezzo.engines.torch.forward.probe_point import words_on
     from mezzo.engines.torch.gpu.kernels.device_step import OUTCOME, judge
-    from mezzo.method.objectives import normalised
+    from mezzo.method.objectives import is_normalised
 
     numbers = torch.tensor([rule.spread, rule.rate, rule.clip, rule.keep], dtype=torch.float64, device=DEVICE)
     words, outcome = words_on(DEVICE, [0, 0]), torch.zeros(OUTCOME, dtype=torch.float64, device=DEVICE)
     coefs = words.view(torch.float32)[2:]
     flat = torch.from_numpy(scores.reshape(-1, scores.shape[2])).to(DEVICE)
     labels = torch.from_numpy(batch.labels).to(DEVICE)
-    judge(flat, labels, numbers, words_on(DEVICE, [seed]), (words, coefs), outcome, normalised(batch))
+    judge(flat, labels, numbers, words_on(DEVICE, [seed]), (words, coefs), outcome, is_normalised(batch))
     keep, coef = coefs.tolist()
     assert [keep, coef] == outcome[2:].tolist()
     return outcome[:2].cpu().numpy(), Update(((int(words[0]) % 2**64, coef),), keep)

@@ -17,8 +17,9 @@ from mezzo.engines.torch import choose_micro_batch
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.journal.journal import Journal
 from mezzo.method.estimators import Spsa
+from mezzo.method.method import EstimatorMethod
 from mezzo.method.noise import Kind
-from mezzo.method.objectives import cross_entropy
+from mezzo.method.objectives import OBJECTIVES
 from mezzo.method.optimizers import Sgd
 from mezzo.method.space import Space
 from mezzo.runs.trainer import Limits, MeZOTrainer
@@ -94,7 +95,8 @@ def bare(setting: Setting) -> Step:
     pair = (Probe(),) * (2 * setting.samples)
 
     def step(number: int) -> Scores:
-        engine.expect(lambda: Question(setting.batch, pair))
+        if engine.pipeline is not None:
+            engine.pipeline.prefetch(lambda: Question(setting.batch, pair))
         return engine.score(setting.batch, pair)
 
     return step
@@ -102,13 +104,11 @@ def bare(setting: Setting) -> Step:
 
 def ours(setting: Setting, space: Space, kind: Kind, folder: Path) -> Step:
     """The trainer's step as users run it, journal and update included."""
-    trainer = MeZOTrainer(
-        setting.engine(space, kind),
+    method = EstimatorMethod(
+        OBJECTIVES["cross_entropy"],
         Spsa(seed=0, eps=EPS, samples=setting.samples),
         Sgd(lambda step: LR),
-        cross_entropy,
         lambda step: setting.batch,
-        Journal.create(folder, {}),
-        Limits(steps=sys.maxsize),
     )
+    trainer = MeZOTrainer(setting.engine(space, kind), method, Journal.create(folder, {}), Limits(steps=sys.maxsize))
     return trainer.one_step

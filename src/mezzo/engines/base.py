@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from mezzo.method.noise import Kind
 from mezzo.method.space import Space
-from mezzo.types import Batch, Family, MicroBatch, Probe, Question, Scores, TrainedTensor, Update
+from mezzo.types import Batch, DeviceStep, Family, MicroBatch, Probe, Question, Scores, TrainedTensor, Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,11 @@ class Engine(Protocol):
     micro_batch: MicroBatch
     trained: tuple[TrainedTensor, ...]
     base_digest: str
+
+    @property
+    def pipeline(self) -> StepPipeline | None:
+        """The fast path, where the engine has one."""
+        ...
 
     def score(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
         """scores[P, B, C] at each probe; leaves no trace in the weights."""
@@ -105,22 +110,20 @@ class Workers(Protocol):
         ...
 
 
-@runtime_checkable
-class Foresighted(Protocol):
-    """An engine that prepares a batch and its probes while its device is busy with those before."""
+class StepPipeline(Protocol):
+    """The fast path of an engine whose device works while the host prepares what comes next."""
 
-    def expect(self, question: Callable[[], Question]) -> None: ...
+    def run(
+        self, step: DeviceStep, following: Callable[[], DeviceStep | None] | None
+    ) -> npt.NDArray[np.float64] | None:
+        """Run a step on the device and return the losses of its pair; the weights are then moved. `following` gives the
+        next step, which may have been started when this returns. None: the device cannot run this step; score it instead.
 
-
-@runtime_checkable
-class Autonomous(Protocol):
-    """An engine that can judge a pair of probes by a rule and move by what it found: its device never waits for the host."""
-
-    def advance(self, now: Question, after: Callable[[], Question] | None) -> npt.NDArray[np.float64] | None:
-        """The losses of `now`'s probes, with the weights moved by its rule; `after` is what comes next, which may have been
-        begun when this returns. None: not this question; score it, and apply what follows from that.
-
-        The caller works out the update from these losses, records it and calls `apply` with it, which moves nothing then but
-        makes sure that it is what was moved by.
+        The caller computes the update from these losses, records it and passes it to `apply`, which then moves nothing but
+        checks that it equals the device's own update.
         """
+        ...
+
+    def prefetch(self, question: Callable[[], Question]) -> None:
+        """Announce the question after the next one: it is prepared while the device is busy."""
         ...

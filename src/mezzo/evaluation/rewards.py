@@ -1,4 +1,4 @@
-"""Objectives over generated text: an engine whose scores are rewards, so that the training loop stays the same loop."""
+"""Objectives over generated text: a question for continuations, and a reward of each as the negative loss."""
 
 from __future__ import annotations
 
@@ -6,26 +6,33 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mezzo.engines.base import Engine
 from mezzo.errors import ConfigError
-from mezzo.types import Batch, Probe, Prompt, Scores
+from mezzo.method.objectives import Losses
+from mezzo.types import Batch, Probe, Prompt, Question
 
 Reward = Callable[[str, Prompt], float]
 Decode = Callable[[Sequence[int]], str]
+Continuations = Sequence[Sequence[Sequence[int]]]
+"""Token ids by probe and example, as `Engine.generate` returns them."""
 
 
-def over_texts(function: Reward) -> Reward:
+def text_reward(function: Reward) -> Reward:
     """Mark a function of (generated text, prompt) that returns a reward, higher is better, as an objective."""
-    function.over_texts = True  # type: ignore[attr-defined]
+    function.is_text_reward = True  # type: ignore[attr-defined]
     return function
 
 
+def is_text_reward(objective: Any) -> bool:
+    return getattr(objective, "is_text_reward", False) is True
+
+
 def text_f1(text: str, prompt: Prompt) -> float:
-    """Overlap of words with the best of the prompt's answers: case, punctuation and articles do not count."""
+    """Word overlap with the best of the prompt's answers; case, punctuation and articles do not count."""
     return max((_overlap(_words(text), _words(answer)) for answer in prompt.answers), default=0.0)
 
 
@@ -33,43 +40,45 @@ def exact_match(text: str, prompt: Prompt) -> float:
     return float(any(_words(text) == _words(answer) for answer in prompt.answers))
 
 
-class Rewarded:
-    """An engine seen through generated text: `score` returns the reward of each continuation as its only candidate."""
-
-    def __init__(self, engine: Engine, decode: Decode, reward: Reward, max_new_tokens: int) -> None:
-        self._engine, self._decode, self._reward, self._length = engine, decode, reward, max_new_tokens
-
-    def score(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
-        texts = self.texts(batch, probes)
-        rewards = [[[float(self._reward(t, p))] for t, p in zip(row, batch.prompts, strict=True)] for row in texts]
-        found = np.array(rewards, dtype=np.float32)
-        if not np.isfinite(found).all():
-            raise ConfigError(
-                f"{getattr(self._reward, '__name__', 'the reward')} returned a reward that is not a finite number"
-            )
-        return found
-
-    def texts(self, batch: Batch, probes: Sequence[Probe]) -> list[list[str]]:
-        """What is generated up to the end of the first line: an answer is one line."""
-        found = self._engine.generate(batch, probes, self._length)
-        return [[self._decode(ids).strip().split("\n")[0].strip() for ids in row] for row in found]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+TEXT_METRICS: dict[str, Reward] = {"f1": text_f1}
+"""What the metrics of a generation task mean, as rewards of one text."""
 
 
-def mean_reward(scores: Scores, batch: Batch) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The objective of a rewarded engine: minus the mean reward."""
-    return -scores[:, :, 0].astype(np.float64).mean(axis=1)
+def first_lines(continuations: Continuations, decode: Decode) -> list[list[str]]:
+    """The generated texts up to the end of their first line: an answer is one line."""
+    return [[decode(ids).strip().split("\n")[0].strip() for ids in row] for row in continuations]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardObjective:
+    """Minus the mean reward of what is generated at each probe."""
+
+    reward: Reward
+    decode: Decode
+    max_new_tokens: int
+    on_device: bool = False
+
+    def question(self, batch: Batch, probes: tuple[Probe, ...]) -> Question:
+        return Question(batch, probes, self.max_new_tokens)
+
+    def losses(self, answer: Continuations, batch: Batch) -> Losses:
+        texts = first_lines(answer, self.decode)
+        rewards = [[float(self.reward(t, p)) for t, p in zip(row, batch.prompts, strict=True)] for row in texts]
+        table = np.array(rewards, dtype=np.float32)
+        if not np.isfinite(table).all():
+            name = getattr(self.reward, "__name__", "the reward")
+            raise ConfigError(f"{name} returned a reward that is not a finite number")
+        losses: Losses = -table.astype(np.float64).mean(axis=1)
+        return losses
 
 
 def _words(text: str) -> list[str]:
-    plain = "".join(sign for sign in text.lower() if sign not in string.punctuation)
+    plain = "".join(character for character in text.lower() if character not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", plain).split()
 
 
-def _overlap(found: list[str], wanted: list[str]) -> float:
-    if not found or not wanted:
-        return float(found == wanted)
-    common = sum((Counter(found) & Counter(wanted)).values())
-    return 2 * common / (len(found) + len(wanted))
+def _overlap(given: list[str], expected: list[str]) -> float:
+    if not given or not expected:
+        return float(given == expected)
+    common = sum((Counter(given) & Counter(expected)).values())
+    return 2 * common / (len(given) + len(expected))

@@ -13,13 +13,20 @@ from mezzo.types import Probe, Slope
 
 
 class Estimator(Protocol):
-    """What the trainer needs of an estimator."""
+    """What a method needs of an estimator."""
 
-    def ask(self, step: int) -> tuple[Probe, ...]:
-        """A function of the step alone: it may be asked before the step before was told."""
+    @property
+    def pair_spread(self) -> float | None:
+        """The distance of the two probes where a step is one ± pair, which a device can evaluate by itself; else None."""
         ...
 
-    def tell(self, probes: Sequence[Probe], losses: Losses) -> tuple[Slope, ...]: ...
+    def ask(self, step: int) -> tuple[Probe, ...]:
+        """The probes of a step, a function of its number alone."""
+        ...
+
+    def tell(self, probes: Sequence[Probe], losses: Losses) -> tuple[Slope, ...]:
+        """The slopes that follow from the losses at the probes."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,10 @@ class Spsa:
             raise ConfigError(f"eps must be positive, not {self.eps}")
         if self.samples < 1:
             raise ConfigError(f"samples must be at least 1, not {self.samples}")
+
+    @property
+    def pair_spread(self) -> float | None:
+        return 2 * self.eps if self.samples == 1 else None
 
     def ask(self, step: int) -> tuple[Probe, ...]:
         seeds = [step_seed(self.seed, step, sample) for sample in range(self.samples)]

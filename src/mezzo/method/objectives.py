@@ -6,29 +6,30 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from mezzo.errors import ConfigError, nearest
-from mezzo.types import Batch, Scores
+from mezzo.types import Batch, Probe, Question, Scores
 
 Losses = npt.NDArray[np.float64]
 Labels = npt.NDArray[np.int64]
-Objective = Callable[[Scores, Batch], Losses]
+ObjectiveFunction = Callable[[Scores, Batch], Losses]
 
 
 def cross_entropy(scores: Scores, batch: Batch) -> Losses:
     """Mean negative log-probability of the right candidate: among the candidates, or as the engine normalised it."""
     wide = scores.astype(np.float64)
-    if not normalised(batch):
+    if not is_normalised(batch):
         wide = wide - log_sum_exp(wide)
     return -wide[:, np.arange(len(batch)), batch.labels].mean(axis=1)
 
 
-def normalised(batch: Batch) -> bool:
-    """True when scores are log-probabilities already, so that cross-entropy must not renormalise over candidates.
+def is_normalised(batch: Batch) -> bool:
+    """Whether scores are log-probabilities already, so that cross-entropy must not normalise over the candidates.
 
     A single candidate (the LM loss of an answer) has nothing to be normalised against.
     """
@@ -78,31 +79,63 @@ METRICS: dict[str, Metric] = {
 }
 
 
-def from_metric(metric: Metric) -> Objective:
+class Objective(Protocol):
+    """What a method needs of an objective: the question to ask at its probes, and one loss per probe from the answer."""
+
+    @property
+    def on_device(self) -> bool:
+        """Whether a device computes the same losses by itself."""
+        ...
+
+    def question(self, batch: Batch, probes: tuple[Probe, ...]) -> Question: ...
+
+    def losses(self, answer: Any, batch: Batch) -> Losses: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreObjective:
+    """An objective over scores[P, B, C]."""
+
+    function: ObjectiveFunction
+    vocabulary: bool = False
+    """The scores must be log-probabilities over the whole vocabulary, not over the label words alone."""
+    smooth: bool = False
+    """The losses change with every score. Those of a metric change only where a prediction does."""
+    on_device: bool = False
+
+    def question(self, batch: Batch, probes: tuple[Probe, ...]) -> Question:
+        return Question(batch, probes)
+
+    def losses(self, answer: Scores, batch: Batch) -> Losses:
+        return self.function(answer, batch)
+
+
+def negative_metric(metric: Metric) -> ObjectiveFunction:
     """A metric of predictions as an objective: its negative, per probe."""
 
-    def objective(scores: Scores, batch: Batch) -> Losses:
+    def function(scores: Scores, batch: Batch) -> Losses:
         return np.array(
             [-metric(member.argmax(axis=1), batch.labels, scores.shape[2]) for member in scores], dtype=np.float64
         )
 
-    return objective
+    return function
 
 
-OBJECTIVES: dict[str, Objective] = {
-    "cross_entropy": cross_entropy,
-    **{name: from_metric(metric) for name, metric in METRICS.items()},
+OBJECTIVES: dict[str, ScoreObjective] = {
+    "cross_entropy": ScoreObjective(cross_entropy, smooth=True, on_device=True),
+    "vocabulary_cross_entropy": ScoreObjective(cross_entropy, vocabulary=True, smooth=True, on_device=True),
+    **{name: ScoreObjective(negative_metric(metric)) for name, metric in METRICS.items()},
 }
 
 
-def get_objective(name: str | Objective) -> Objective:
+def get_objective(objective: str | ObjectiveFunction) -> ScoreObjective:
     """A registered objective, a callable, or `module:function` that takes (scores[P, B, C], batch) and returns P losses."""
-    if not callable(name) and name in OBJECTIVES:
-        return OBJECTIVES[name]
-    return _checked(imported(name))
+    if isinstance(objective, str) and objective in OBJECTIVES:
+        return OBJECTIVES[objective]
+    return ScoreObjective(check_result(import_function(objective)))
 
 
-def imported(name: str | Callable[..., Any]) -> Callable[..., Any]:
+def import_function(name: str | Callable[..., Any]) -> Callable[..., Any]:
     """The function that `module:function` names, also from the current folder; a callable as it is."""
     if callable(name):
         return name
@@ -111,31 +144,31 @@ def imported(name: str | Callable[..., Any]) -> Callable[..., Any]:
         known = ", ".join(OBJECTIVES)
         raise ConfigError(f"unknown objective {name!r}{nearest(name, OBJECTIVES)} ({known}, or module:function)")
     if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # the installed command does not look there by itself
+        sys.path.append(os.getcwd())  # the installed command does not search the current folder
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        function = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # a user's module may raise anything while it is imported
         raise ConfigError(f"objective {name!r} cannot be imported: {type(error).__name__}: {error}") from None
-    if not callable(found):
+    if not callable(function):
         raise ConfigError(f"objective {name!r} is not a function")
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
-def _checked(function: Callable[..., Any]) -> Objective:
-    """A user's function with its result checked, so that a wrong shape is an explanation and not a broken run."""
+def check_result(function: Callable[..., Any]) -> ObjectiveFunction:
+    """A user's function with its result checked: a wrong shape is explained in one line."""
+    name = getattr(function, "__name__", function)
 
     def objective(scores: Scores, batch: Batch) -> Losses:
         try:
             losses = np.asarray(function(scores, batch), dtype=np.float64)
         except ConfigError:
             raise
-        except Exception as error:  # the run must end with a line that names the culprit
-            shown = getattr(function, "__name__", function)
-            raise ConfigError(f"objective {shown!r} failed: {type(error).__name__}: {error}") from error
+        except Exception as error:  # the message must name the function that failed
+            raise ConfigError(f"objective {name!r} failed: {type(error).__name__}: {error}") from error
         if losses.shape != (scores.shape[0],):
             raise ConfigError(
-                f"objective {getattr(function, '__name__', function)!r} returned shape {losses.shape}; "
-                f"it takes (scores[probes, examples, candidates], batch) and returns one loss per probe: ({scores.shape[0]},)"
+                f"objective {name!r} returned shape {losses.shape}; it takes (scores[probes, examples, candidates], batch) "
+                f"and returns one loss per probe: ({scores.shape[0]},)"
             )
         return losses
 

@@ -1,15 +1,16 @@
-"""Slopes to an Update: learning-rate schedules, clipping, decay. Everything is a value; nothing holds weights."""
+"""Slopes to an update: learning-rate schedules, clipping, weight decay. No optimizer holds weights."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from mezzo.errors import ConfigError, nearest
-from mezzo.types import Rule, Slope, Update
+from mezzo.types import PairRule, Slope, StepRecord, Update
 
 Schedule = Callable[[int], float]
 LARGEST = float(np.finfo(np.float32).max)
@@ -37,6 +38,26 @@ def schedule(shape: str, peak: float, steps: int, warmup: int = 0) -> Schedule:
     return rate
 
 
+class Optimizer(Protocol):
+    """What a method needs of an optimizer."""
+
+    @property
+    def lr(self) -> Schedule:
+        """The learning rate by step, for the record."""
+        ...
+
+    def update(self, slopes: Sequence[Slope], step: int) -> Update: ...
+
+    def pair_rule(self, step: int, spread: float) -> PairRule | None:
+        """The same for one ± pair of probes, as numbers that a device can follow; None where it cannot."""
+        ...
+
+    def observe(self, record: StepRecord) -> None:
+        """See a finished step. An optimizer's state must be a function of these records, because a resumed run rebuilds it
+        from the journal."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Sgd:
     """θ ← (1 − lr·decay)·θ − lr·mean(g·z), with |g| clipped when `clip` is positive."""
@@ -45,15 +66,17 @@ class Sgd:
     weight_decay: float = 0.0
     clip: float = 0.0
 
-    def step(self, slopes: Sequence[Slope], step: int) -> Update:
+    def update(self, slopes: Sequence[Slope], step: int) -> Update:
         rate = self.lr(step)
         keep = self._keep(rate)
         return Update(tuple((s.seed, self._coefficient(s.value, rate, len(slopes))) for s in slopes), keep)
 
-    def rule(self, step: int, spread: float) -> Rule:
-        """The same for the losses of one pair whose probes lie `spread` apart, as numbers."""
+    def pair_rule(self, step: int, spread: float) -> PairRule:
         rate = self.lr(step)
-        return Rule(spread, rate, self.clip, self._keep(rate))
+        return PairRule(spread, rate, self.clip, self._keep(rate))
+
+    def observe(self, record: StepRecord) -> None:
+        """No state."""
 
     def _keep(self, rate: float) -> float:
         return _float32(1.0 - rate * self.weight_decay)
@@ -64,5 +87,5 @@ class Sgd:
 
 
 def _float32(value: float) -> float:
-    """The nearest value of that type; infinite where none is near, and the trainer skips the step."""
+    """Round to float32; a value beyond its range becomes infinite, and the step is skipped."""
     return float(np.float32(value)) if abs(value) <= LARGEST else value * math.inf

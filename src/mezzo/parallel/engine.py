@@ -25,6 +25,8 @@ LOOKED_AT = 16
 class WorkersEngine(ABC):
     """The engine contract for a driver that holds no weights. `log` is the journal's updates: where all workers must be."""
 
+    pipeline = None
+
     def __init__(self, facts: Facts, cost: Cost, log: list[Update], check_every: int) -> None:
         self.micro_batch: MicroBatch = facts.micro_batch
         self.trained, self.base_digest = facts.trained, facts.base_digest

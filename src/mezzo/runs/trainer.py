@@ -1,4 +1,4 @@
-"""The loop: ask, score, judge, tell, step, journal, apply. Everything else here decides when to look and when to stop."""
+"""The training loop: ask the method's questions, record its update, apply it; evaluate, snapshot and stop when due."""
 
 from __future__ import annotations
 
@@ -7,28 +7,26 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from mezzo.engines.base import Autonomous, Engine, Foresighted
+from mezzo.engines.base import Engine
 from mezzo.errors import JournalError, RunFailed
 from mezzo.evaluation.evaluate import Evaluation, rank
 from mezzo.journal.journal import Journal
-from mezzo.method.batches import Batches
-from mezzo.method.estimators import Estimator, Spsa
-from mezzo.method.objectives import Losses, Objective, cross_entropy
-from mezzo.method.optimizers import Sgd
+from mezzo.method.method import Method, Questions, answer_questions
 from mezzo.replay.snapshots import Snapshots
-from mezzo.types import Question, Rule, StepRecord, Update
+from mezzo.types import DeviceStep, Question, StepRecord
 
-SKIPS = 20
+MAX_SKIPS = 20
 """Consecutive steps without a finite loss after which a run gives up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When a run looks at dev and when it ends."""
+    """When a run evaluates on dev and when it ends."""
 
     steps: int
     eval_every: int = 0
@@ -47,13 +45,10 @@ class Best:
 
 @dataclass
 class MeZOTrainer:
-    """Trains an engine's tensors from losses alone. Iterate over `run()`; each item is the record of a finished step."""
+    """Trains an engine's tensors by a method. Iterate over `run()`: each item is the record of a finished step."""
 
     engine: Engine
-    estimator: Estimator
-    optimizer: Sgd
-    objective: Objective
-    batches: Batches
+    method: Method
     journal: Journal
     limits: Limits
     evaluate: Callable[[], Evaluation] | None = None
@@ -65,84 +60,64 @@ class MeZOTrainer:
     step: int = field(init=False)
     _interrupted: bool = field(init=False, default=False)
     _skips: int = field(init=False, default=0)
-    _snapshot_at: float = field(init=False, default=0.0)
-    _foresighted: Foresighted | None = field(init=False, default=None)
-    _autonomous: Autonomous | None = field(init=False, default=None)
-    _known: dict[int, Question] = field(init=False, default_factory=dict)
+    _snapshot_time: float = field(init=False, default=0.0)
+    _upcoming: _Upcoming = field(init=False)
 
     def __post_init__(self) -> None:
         self.step = self.start
-        self._foresighted = self.engine if isinstance(self.engine, Foresighted) else None
-        self._autonomous = self.engine if isinstance(self.engine, Autonomous) else None
+        self._upcoming = _Upcoming(self.method)
 
     @property
     def best(self) -> Best | None:
-        """The best dev evaluation so far, as `evaluation.rank` has it."""
-        found = (Best(step, evaluation) for step, evaluation in self.history)
-        return max(found, key=lambda b: rank(b.evaluation.value, b.evaluation.loss, b.step), default=None)
+        """The best dev evaluation so far, as `evaluation.rank` orders them."""
+        candidates = (Best(step, evaluation) for step, evaluation in self.history)
+        return max(candidates, key=lambda b: rank(b.evaluation.value, b.evaluation.loss, b.step), default=None)
 
     def run(self) -> Iterator[StepRecord]:
         """Yield a record a step until a limit is met; then `stopped` says which."""
-        began = self._snapshot_at = time.monotonic()
-        with self._interrupts():
-            self._look()  # a run that was killed between a step and its evaluation makes up for it
-            while not (stopped := self._reason_to_stop(began)):
+        start = self._snapshot_time = time.monotonic()
+        with _interrupt_handler(self._interrupt):
+            self._evaluate_if_due()  # catch up on an evaluation that a kill prevented
+            while not (stopped := self._reason_to_stop(start)):
                 record = self.one_step(self.step)
                 self.step += 1
                 yield record
-                self._look()
+                self._evaluate_if_due()
                 self._snapshot_if_due()
         self.stopped = stopped
         self._finish()
 
     def one_step(self, step: int) -> StepRecord:
-        """The algorithm: everything else in this file decides when to do it."""
-        question = self._question(step)
-        losses = self._judged(question, step)
-        slopes = self.estimator.tell(question.probes, losses)
-        usable = all(math.isfinite(value) for value in (*losses, *(slope.value for slope in slopes)))
-        update = self.optimizer.step(slopes, step) if usable else Update()
-        if not all(math.isfinite(value) for value in (update.keep, *(coef for _, coef in update.terms))):
-            usable, update = False, Update()  # a step too large for float32 is no step
-        record = StepRecord(
-            step,
-            tuple(float(loss) for loss in losses),
-            tuple(slope.value for slope in slopes),
-            update,
-            self.optimizer.lr(step),
-            skipped="" if usable else "non-finite loss",
-        )
-        # Before anybody sees weights that moved: replay heals a crash from here on, and before it, memory is lost with the step.
+        """The algorithm. Everything else in this file decides when to run it."""
+        record = self._run_on_device(step) or self._run_on_host(step)
+        # Write-ahead: from here on a replay includes the step; a crash before this line loses it together with the memory.
         self.journal.append(record)
-        self.engine.apply([update])
-        self._give_up_if_hopeless(record)
+        self.engine.apply([record.update])
+        self.method.observe(record)
+        self._stop_if_hopeless(record)
         return record
 
-    def _judged(self, question: Question, step: int) -> Losses:
-        """Losses by the engine, where it and the method allow its device to go on meanwhile; else scores, and the objective."""
-        after = None if step + 1 >= self.limits.steps else lambda: self._question(step + 1)
-        if self._autonomous and (losses := self._autonomous.advance(question, after)) is not None:
-            return losses
-        if self._foresighted and after:
-            self._foresighted.expect(after)
-        return self.objective(self.engine.score(question.batch, question.probes), question.batch)
+    def _run_on_host(self, step: int) -> StepRecord:
+        def answer(question: Question) -> Any:
+            if question.max_new_tokens:
+                return self.engine.generate(question.batch, question.probes, question.max_new_tokens)
+            if self.engine.pipeline is not None and step + 1 < self.limits.steps:
+                self.engine.pipeline.prefetch(lambda: self._upcoming.questions(step + 1)[1])
+            return self.engine.score(question.batch, question.probes)
 
-    def _question(self, step: int) -> Question:
-        """What a step asks; the next step's is known already when the engine looked ahead."""
-        if step not in self._known:
-            self._known = {number: question for number, question in self._known.items() if number == step - 1}
-            self._known[step] = Question(self.batches(step), self.estimator.ask(step), self._rule(step))
-        return self._known[step]
+        return answer_questions(*self._upcoming.questions(step), answer)
 
-    def _rule(self, step: int) -> Rule | None:
-        """The step as numbers: where a method is the published one, with no function of a user's in it."""
-        estimator = self.estimator
-        if self.objective is not cross_entropy or not isinstance(estimator, Spsa) or estimator.samples > 1:
+    def _run_on_device(self, step: int) -> StepRecord | None:
+        """The fast path, where the engine has one and the method can be described to it."""
+        pipeline = self.engine.pipeline
+        if pipeline is None or (device_step := self._upcoming.device_step(step)) is None:
             return None
-        return self.optimizer.rule(step, 2 * estimator.eps)
+        following = None if step + 1 >= self.limits.steps else lambda: self._upcoming.device_step(step + 1)
+        losses = pipeline.run(device_step, following)
+        return None if losses is None else self.method.conclude(step, losses)
 
-    def _look(self) -> None:
-        """Evaluate when due: before the first step, every `eval_every` steps and at the end."""
+    def _evaluate_if_due(self) -> None:
+        """Evaluate before the first step, every `eval_every` steps and at the end."""
         every = self.limits.eval_every
         if self.evaluate is None or not every or (self.history and self.history[-1][0] >= self.step):
             return
@@ -153,36 +128,34 @@ class MeZOTrainer:
             if self.best is not None and self.best.step == self.step:
                 self._snapshot()
 
-    def _reason_to_stop(self, began: float) -> str:
+    def _reason_to_stop(self, start: float) -> str:
         if self.step >= self.limits.steps:
             return "finished"
         if self._interrupted:
             return "interrupted"
-        if time.monotonic() - began > self.limits.seconds:
+        if time.monotonic() - start > self.limits.seconds:
             return "time limit"
-        if self.limits.patience and self.best and self._looks_since_best() >= self.limits.patience:
-            return "no improvement"
+        best = self.best
+        if self.limits.patience and best:
+            since_best = sum(step > best.step for step, _ in self.history)
+            return "no improvement" if since_best >= self.limits.patience else ""
         return ""
 
-    def _looks_since_best(self) -> int:
-        best = self.best
-        return sum(step > best.step for step, _ in self.history) if best else 0
-
-    def _give_up_if_hopeless(self, record: StepRecord) -> None:
+    def _stop_if_hopeless(self, record: StepRecord) -> None:
         self._skips = self._skips + 1 if record.skipped else 0
-        if self._skips >= SKIPS:
+        if self._skips >= MAX_SKIPS:
             self.journal.sync()
             raise RunFailed(
-                f"the loss was not a number for {SKIPS} steps in a row (last step {record.step}); they did not "
+                f"the loss was not a number for {MAX_SKIPS} steps in a row (last step {record.step}); they did not "
                 "touch the weights. A smaller --lr or --eps usually helps; the journal holds the run up to here"
             )
 
     def _snapshot_if_due(self) -> None:
-        if time.monotonic() - self._snapshot_at >= self.limits.snapshot_seconds:
+        if time.monotonic() - self._snapshot_time >= self.limits.snapshot_seconds:
             self._snapshot()
 
     def _snapshot(self) -> None:
-        self._snapshot_at = time.monotonic()
+        self._snapshot_time = time.monotonic()
         if self.snapshots is None or self.step == 0:
             return
         digest = self.engine.digest()
@@ -190,38 +163,58 @@ class MeZOTrainer:
         best = self.best
         try:
             self.snapshots.save(self.step, self.engine.state(), digest, keep=(best.step,) if best else ())
-        except JournalError as error:  # a cache: the run can do without it
+        except JournalError as error:  # snapshots are a cache: the run goes on without one
             self.notify("warning", {"step": self.step, "text": f"no snapshot was saved: {error}"})
 
     def _finish(self) -> None:
-        """The journal ends with the digest of what it leads to."""
+        """End the journal with the digest of the final weights."""
         self._snapshot()
         if self.snapshots is None or self.step == 0:
             self.journal.mark(self.step, self.engine.digest())
         self.notify("stopped", {"step": self.step, "reason": self.stopped})
 
-    def _interrupts(self) -> _Interrupts:
-        return _Interrupts(self._interrupt)
-
     def _interrupt(self) -> None:
         self._interrupted = True
 
 
-class _Interrupts:
+class _Upcoming:
+    """The first question, and the device step, of this step and the next: an engine asks for the next one early, and must
+    then be given the same objects again."""
+
+    def __init__(self, method: Method) -> None:
+        self.method = method
+        self._questions: dict[int, tuple[Questions, Question]] = {}
+        self._device_steps: dict[int, DeviceStep | None] = {}
+
+    def questions(self, step: int) -> tuple[Questions, Question]:
+        """The step's coroutine and the first question it asked."""
+        if step not in self._questions:
+            self._questions = {number: kept for number, kept in self._questions.items() if number == step - 1}
+            questions = self.method.step(step)
+            self._questions[step] = questions, next(questions)
+        return self._questions[step]
+
+    def device_step(self, step: int) -> DeviceStep | None:
+        if step not in self._device_steps:
+            self._device_steps = {number: kept for number, kept in self._device_steps.items() if number == step - 1}
+            self._device_steps[step] = self.method.device_step(step)
+        return self._device_steps[step]
+
+
+@contextmanager
+def _interrupt_handler(interrupt: Callable[[], None]) -> Iterator[None]:
     """Ctrl-C asks the loop to end after the current step; a second one ends at once. Only in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.getsignal(signal.SIGINT)
 
-    def __init__(self, interrupt: Callable[[], None]) -> None:
-        self.interrupt = interrupt
-        self.kept: Any = None
+    def handle(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, previous)
+        interrupt()
 
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            self.kept = signal.signal(signal.SIGINT, self._handle)
-
-    def __exit__(self, *_: object) -> None:
-        if self.kept is not None:
-            signal.signal(signal.SIGINT, self.kept)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, self.kept)
-        self.interrupt()
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -29,7 +29,7 @@ from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.errors import JournalError, ModelError, RunFailed, SpaceError, out_of_memory
 from mezzo.method import noise
 from mezzo.method.space import Space, lora_names, prefix_names, select
-from mezzo.types import Batch, MicroBatch, Probe, Question, Scores, TensorInfo, TrainedTensor, Update
+from mezzo.types import Batch, MicroBatch, Probe, Scores, TensorInfo, TrainedTensor, Update
 
 if TYPE_CHECKING:
     from mezzo.engines.torch.gpu.graphs import Graphs
@@ -93,8 +93,7 @@ class TorchEngine:
         self._adopt()
         self.graphs: Graphs | None = None
         self.at_close: Callable[[], None] = lambda: None
-        self.ahead: Pipeline | None = None
-        self._expected: Callable[[], Question] | None = None
+        self.pipeline: Pipeline | None = None
         self._laid_out: tuple[Batch, list[Rows]] | None = None
         modules.attach(self.model, self.population, space.scaling)
         prefix.attach(self.model, self.population, self.stated.get)
@@ -110,8 +109,8 @@ class TorchEngine:
         out = np.full((len(probes), len(batch), self.width(batch)), -np.inf, dtype=np.float32)
         shared = self.share_prompts and self.causal and batch.readout.kind == "candidates"
         groups = [] if shared else self.packed(batch)
-        points = self._points(probes)
-        with self._memory_explained(min(len(probes), self.micro_batch.members)):
+        points = self.points(probes)
+        with self.explain_out_of_memory(min(len(probes), self.micro_batch.members)):
             if (
                 self.graphs is not None
                 and not shared
@@ -125,27 +124,7 @@ class TorchEngine:
                     self._score_plainly(groups, batch, point, out[first : first + len(point.probes)])
         return out
 
-    def advance(self, now: Question, after: Callable[[], Question] | None) -> npt.NDArray[np.float64] | None:
-        """Judge and move on the device, which begins with what comes after before the host has heard of this."""
-        if self.ahead is None or self.frozen_cache:
-            return None
-        with torch.no_grad(), self._memory_explained(len(now.probes)):
-            return self.ahead.advance(now, after)
-
-    def expect(self, question: Callable[[], Question]) -> None:
-        """Say which batch and probes come after the next ones: they are prepared while the device is busy with those."""
-        self._expected = question
-
-    def prepare_expected(self) -> None:
-        """The device is busy: a good moment to lay out what comes next, and to send it there."""
-        if self._expected is not None:
-            question, self._expected = self._expected(), None
-            if self._laid_out is None or self._laid_out[0] is not question.batch:
-                self._laid_out = question.batch, pack(question.batch, self.micro_batch, self.pad_id)
-            if self.graphs is not None and len(self._laid_out[1]) == 1:
-                self.graphs.send(self._laid_out[1][0], question.batch, self._points(question.probes)[0])
-
-    def _points(self, probes: Sequence[Probe]) -> list[ProbePoint]:
+    def points(self, probes: Sequence[Probe]) -> list[ProbePoint]:
         size = self.micro_batch.members
         return [ProbePoint(tuple(probes[first : first + size]), self.device) for first in range(0, len(probes), size)]
 
@@ -163,7 +142,7 @@ class TorchEngine:
                 self._score_shared(batch, len(point.probes), out)
 
     @contextlib.contextmanager
-    def _memory_explained(self, members: int) -> Iterator[None]:
+    def explain_out_of_memory(self, members: int) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -192,7 +171,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def apply(self, updates: Sequence[Update]) -> None:
-        if self.ahead is not None and self.ahead.confirmed(updates):
+        if self.pipeline is not None and self.pipeline.confirm(updates):
             return
         if self.graphs is None:
             self.population.replay(updates)
@@ -226,8 +205,8 @@ class TorchEngine:
         if set(tensors) != {t.name for t in self.trained}:
             raise JournalError("the tensors do not belong to this run: their names differ")
         self.settle()
-        if self.ahead is not None:
-            self.ahead.drop()
+        if self.pipeline is not None:
+            self.pipeline.drop()
         for trained in self.trained:
             value = self.population.value(trained.name)
             if tuple(tensors[trained.name].shape) != trained.shape:

@@ -32,6 +32,8 @@ Array = npt.NDArray[np.generic]
 class SGLangEngine:
     """One `sglang.Engine`, its workers' weights and the channel to them."""
 
+    pipeline = None
+
     def __init__(self, spec: EngineSpec) -> None:
         _refuse_model(spec)
         facts = facts_of(spec)

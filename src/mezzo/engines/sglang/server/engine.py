@@ -37,6 +37,8 @@ ROUNDED = 0.2
 class ServerEngine:
     """Servers that someone else started. They must have been started with LoRA, and serve the run's model."""
 
+    pipeline = None
+
     def __init__(self, spec: EngineSpec) -> None:
         if spec.family != "causal":
             raise ModelError("over --url the sglang engine trains causal models; leave --url out for a masked one")

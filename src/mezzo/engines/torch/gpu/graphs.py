@@ -94,7 +94,8 @@ class Graphs:
         """Launch every micro-batch at every point, then wait once for the scores of all."""
         found = [(point, rows, self._launched(rows, batch, point)) for point in points for rows in groups]
         self.done.record()
-        self.engine.prepare_expected()
+        if self.engine.pipeline is not None:
+            self.engine.pipeline.prepare()
         self.done.synchronize()
         first = {id(point): number * self.engine.micro_batch.members for number, point in enumerate(points)}
         for point, rows, scores in found:

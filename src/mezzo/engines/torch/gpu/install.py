@@ -27,5 +27,4 @@ def attach(engine: TorchEngine, scaling: float) -> None:
         from mezzo.engines.torch.gpu.pipeline import Pipeline
 
         engine.graphs = Graphs(engine)
-        if engine.graphs.moves_by_kernels:
-            engine.ahead = Pipeline(engine, engine.graphs)
+        engine.pipeline = Pipeline(engine, engine.graphs)

@@ -21,8 +21,8 @@ from mezzo.engines.torch.gpu.captured_graph import CapturedForward, Words, parts
 from mezzo.engines.torch.gpu.graphs import Graphs, key_of
 from mezzo.engines.torch.gpu.kernels.device_step import OUTCOME, fits, judge
 from mezzo.errors import RunFailed
-from mezzo.method.objectives import normalised
-from mezzo.types import Probe, Question, Rule, Update
+from mezzo.method.objectives import is_normalised
+from mezzo.types import DeviceStep, PairRule, Probe, Question, Update
 
 if TYPE_CHECKING:
     from mezzo.engines.torch.engine import TorchEngine
@@ -50,13 +50,13 @@ class CapturedStep(CapturedForward):
     """A shape whose graph begins with the move that waits and ends with the next one."""
 
     def __init__(
-        self, engine: TorchEngine, rows: Rows, question: Question, point: ProbePoint, waiting: Waiting, outcome: Tensor
+        self, engine: TorchEngine, rows: Rows, step: DeviceStep, point: ProbePoint, waiting: Waiting, outcome: Tensor
     ) -> None:
-        super().__init__(engine, rows, question.batch, point, _beside(rows, question))
+        super().__init__(engine, rows, step.batch, point, _beside(rows, step))
         self.waiting, self.outcome = waiting, outcome
 
-    def send_all(self, rows: Rows, question: Question, point: ProbePoint) -> None:
-        self.staging.send([*parts_of(rows, point), *_beside(rows, question)])
+    def send_all(self, rows: Rows, step: DeviceStep, point: ProbePoint) -> None:
+        self.staging.send([*parts_of(rows, point), *_beside(rows, step)])
 
     def forward(self) -> Tensor:
         self.waiting.make()
@@ -68,7 +68,7 @@ class CapturedStep(CapturedForward):
             self.point.keys,
             (self.waiting.words, self.waiting.coefs),
             self.outcome,
-            normalised(self.batch),
+            is_normalised(self.batch),
         )
         return self.outcome
 
@@ -79,12 +79,12 @@ class Slot:
     def __init__(self) -> None:
         self.numbers = torch.empty(OUTCOME, dtype=torch.float64, pin_memory=True)
         self.arrived: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.question: Question | None = None
+        self.step: DeviceStep | None = None
 
-    def fetch(self, outcome: Tensor, question: Question) -> None:
+    def fetch(self, outcome: Tensor, step: DeviceStep) -> None:
         self.numbers.copy_(outcome, non_blocking=True)
         self.arrived.record()
-        self.question = question
+        self.step = step
 
     def read(self) -> npt.NDArray[np.float64]:
         self.arrived.synchronize()
@@ -104,18 +104,30 @@ class Pipeline:
         """True where a move is in device memory that nothing has made yet."""
         self._moved: Update | None = None
         """What the weights were moved by and nobody has confirmed: it is not in the journal yet."""
+        self._expected: Callable[[], Question] | None = None
 
-    def advance(self, now: Question, after: Callable[[], Question] | None) -> npt.NDArray[np.float64] | None:
+    def run(
+        self, step: DeviceStep, following: Callable[[], DeviceStep | None] | None
+    ) -> npt.NDArray[np.float64] | None:
+        if self.engine.frozen_cache or not self.graphs.moves_by_kernels:
+            return None
+        with torch.no_grad(), self.engine.explain_out_of_memory(len(step.probes)):
+            return self._run(step, following)
+
+    def _run(
+        self, now: DeviceStep, following: Callable[[], DeviceStep | None] | None
+    ) -> npt.NDArray[np.float64] | None:
         if self._moved is not None:
             raise RunFailed("the last step moved the weights and was not recorded: continue with --resume")
-        if self._flying is None or not _same(self._flying.question, now):
+        if self._flying is None or not _same(self._flying.step, now):
             self.drop()
             self._flying = self._launched(now, self.slots[0])
         flying, self._flying = self._flying, None
         if flying is None:
             return None
+        after = following() if following is not None else None
         if after is not None:
-            self._flying = self._launched(after(), self.slots[flying is self.slots[0]])
+            self._flying = self._launched(after, self.slots[flying is self.slots[0]])
         if self._flying is None:  # else the move is part of what was launched
             self.waiting.make()
             self._forget()
@@ -123,7 +135,18 @@ class Pipeline:
         self._moved = Update(((now.probes[0].terms[0][0], coef),), keep)
         return np.array([up, down])
 
-    def confirmed(self, updates: Sequence[Update]) -> bool:
+    def prefetch(self, question: Callable[[], Question]) -> None:
+        self._expected = question
+
+    def prepare(self) -> None:
+        """Lay out the announced question and send it to the device, which is busy meanwhile."""
+        if self._expected is not None:
+            question, self._expected = self._expected(), None
+            groups = self.engine.packed(question.batch)
+            if len(groups) == 1:
+                self.graphs.send(groups[0], question.batch, self.engine.points(question.probes)[0])
+
+    def confirm(self, updates: Sequence[Update]) -> bool:
         """True where the weights were moved by this already. Where not, they will be: what is on its way is dropped."""
         moved, self._moved = self._moved, None
         if moved is None:
@@ -146,28 +169,28 @@ class Pipeline:
         self.waiting.drop()
         self._left = False
 
-    def _launched(self, question: Question, slot: Slot) -> Slot | None:
+    def _launched(self, step: DeviceStep, slot: Slot) -> Slot | None:
         """Everything a step does until its outcome is on its way to the host; None where this question is not one of ours."""
-        found = self._shape(question)
+        found = self._shape(step)
         if found is None:
             return None
         rows, point = found
-        key = key_of(rows, question.batch, point, self.engine.population.trims)
+        key = key_of(rows, step.batch, point, self.engine.population.trims)
         one, known = self.graphs.shape(
-            ("judged", key), lambda: CapturedStep(self.engine, rows, question, point, self.waiting, self.outcome)
+            ("judged", key), lambda: CapturedStep(self.engine, rows, step, point, self.waiting, self.outcome)
         )
         self.graphs.settle()
-        one.send_all(rows, question, point)
+        one.send_all(rows, step, point)
         if known:
             self.graphs.capture(one)
         self._left = True
-        slot.fetch(one.run(), question)
+        slot.fetch(one.run(), step)
         return slot
 
-    def _shape(self, question: Question) -> tuple[Rows, ProbePoint] | None:
+    def _shape(self, step: DeviceStep) -> tuple[Rows, ProbePoint] | None:
         """The one micro-batch and the one ± pair of a question that a kernel can judge."""
-        batch, probes = question.batch, question.probes
-        if question.rule is None or not _is_pair(probes) or batch.readout.kind == "candidates":
+        batch, probes = step.batch, step.probes
+        if not _is_pair(probes) or batch.readout.kind == "candidates":
             return None
         groups = self.engine.packed(batch)
         if len(groups) > 1 or not fits(groups[0].count, *groups[0].tail):
@@ -181,16 +204,14 @@ def _is_pair(probes: Sequence[Probe]) -> bool:
     )
 
 
-def _same(one: Question | None, other: Question) -> bool:
+def _same(one: DeviceStep | None, other: DeviceStep) -> bool:
     return one is not None and one.batch is other.batch and (one.probes, one.rule) == (other.probes, other.rule)
 
 
-def _beside(rows: Rows, question: Question) -> list[Words]:
+def _beside(rows: Rows, step: DeviceStep) -> list[Words]:
     """What the judging reads beside tokens, seeds and scales: the rows' labels and the rule."""
-    batch, rule = question.batch, question.rule
-    assert rule is not None
-    return [batch.labels[rows.places[0]], _numbers(rule)]
+    return [step.batch.labels[rows.places[0]], _numbers(step.rule)]
 
 
-def _numbers(rule: Rule) -> Words:
+def _numbers(rule: PairRule) -> Words:
     return np.array([rule.spread, rule.rate, rule.clip, rule.keep]).view(np.int64)

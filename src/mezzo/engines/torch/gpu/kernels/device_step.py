@@ -15,7 +15,7 @@ MOST = 8192
 """Scores of one member that the kernel holds, each side rounded up to a power of two."""
 LARGEST = tl.constexpr(3.4028234663852886e38)
 RULE, OUTCOME = 4, 4
-"""Numbers of a rule, in the order of `types.Rule`; and of an outcome: both losses, keep and the coefficient."""
+"""Numbers of a rule, in the order of `types.PairRule`; and of an outcome: both losses, keep and the coefficient."""
 
 
 @triton.jit

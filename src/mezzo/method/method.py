@@ -1,0 +1,90 @@
+"""A training method as one value: what a step asks of an engine, and what it makes of the answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from mezzo.method.batches import Batches
+from mezzo.method.estimators import Estimator
+from mezzo.method.objectives import Losses, Objective
+from mezzo.method.optimizers import Optimizer
+from mezzo.types import DeviceStep, Question, Slope, StepRecord, Update
+
+Questions: TypeAlias = Generator[Question, Any, StepRecord]
+"""One step as a coroutine: it yields questions, is sent each one's answer, and returns the record of the step."""
+
+
+class Method(Protocol):
+    """What the trainer needs of a method."""
+
+    def step(self, step: int) -> Questions:
+        """Ask as many questions as the method needs. The first one is a function of the step number alone: it may be asked
+        for before the step before it has ended."""
+        ...
+
+    def device_step(self, step: int) -> DeviceStep | None:
+        """The same step as a device can run it by itself; None where it cannot."""
+        ...
+
+    def conclude(self, step: int, losses: Losses) -> StepRecord:
+        """The record of a device step, from the losses that the device found."""
+        ...
+
+    def observe(self, record: StepRecord) -> None:
+        """See a finished step, also every earlier one when a run is resumed: what a method remembers follows from these."""
+        ...
+
+
+@dataclass(frozen=True)
+class EstimatorMethod:
+    """Scores to losses by the objective, losses to slopes by the estimator, slopes to an update by the optimizer."""
+
+    objective: Objective
+    estimator: Estimator
+    optimizer: Optimizer
+    batches: Batches
+
+    def step(self, step: int) -> Questions:
+        batch = self.batches(step)
+        probes = self.estimator.ask(step)
+        answer = yield self.objective.question(batch, probes)
+        return self.conclude(step, self.objective.losses(answer, batch))
+
+    def conclude(self, step: int, losses: Losses) -> StepRecord:
+        slopes = self.estimator.tell(self.estimator.ask(step), losses)
+        return make_record(step, losses, slopes, lambda: self.optimizer.update(slopes, step), self.optimizer.lr(step))
+
+    def device_step(self, step: int) -> DeviceStep | None:
+        spread = self.estimator.pair_spread
+        if not self.objective.on_device or spread is None or (rule := self.optimizer.pair_rule(step, spread)) is None:
+            return None
+        return DeviceStep(self.batches(step), self.estimator.ask(step), rule)
+
+    def observe(self, record: StepRecord) -> None:
+        self.optimizer.observe(record)
+
+
+def make_record(
+    step: int, losses: Losses, slopes: tuple[Slope, ...], update: Callable[[], Update], lr: float
+) -> StepRecord:
+    """The record of a step; without finite losses, slopes and coefficients the step is skipped and moves nothing."""
+    values = tuple(slope.value for slope in slopes)
+    usable = all(math.isfinite(value) for value in (*losses, *values))
+    move = update() if usable else Update()
+    if not all(math.isfinite(value) for value in (move.keep, *(coef for _, coef in move.terms))):
+        usable, move = False, Update()  # a step too large for float32
+    return StepRecord(
+        step, tuple(float(loss) for loss in losses), values, move, lr, skipped="" if usable else "non-finite loss"
+    )
+
+
+def answer_questions(questions: Questions, question: Question, answer: Callable[[Question], Any]) -> StepRecord:
+    """Run a step's coroutine, whose first question is known, to its end."""
+    while True:
+        try:
+            question = questions.send(answer(question))
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
