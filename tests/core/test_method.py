@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mezzo.config import flatten, from_file, from_mapping
 from mezzo.errors import ConfigError
-from mezzo.method.batches import batch_indices, batches_of
+from mezzo.method.batches import batch_indices, make_batches
 from mezzo.method.estimators import Spsa
 from mezzo.method.noise import step_seed
 from mezzo.method.optimizers import Sgd, schedule
@@ -34,7 +34,7 @@ def test_schedules():
 
 
 def test_updates_average_clip_and_decay():
-    update = Sgd(lambda _: 0.1, weight_decay=0.5, clip=2.0).step([Slope(7, 8.0), Slope(9, -1.0)], 0)
+    update = Sgd(lambda _: 0.1, weight_decay=0.5, clip=2.0).update([Slope(7, 8.0), Slope(9, -1.0)], 0)
     assert update.terms == ((7, float(np.float32(0.1 * 2.0 / 2))), (9, float(np.float32(-0.1 / 2))))
     assert update.keep == float(np.float32(0.95))
 
@@ -50,7 +50,7 @@ def test_batches_are_a_pure_function_and_every_epoch_shows_each_example_once(see
 
 def test_a_set_smaller_than_a_batch_is_used_whole():
     prompts = [Prompt((i,), label=0) for i in range(5)]
-    batch = batches_of(prompts, Readout("words", words=(1,)), 0, 64)(3)
+    batch = make_batches(prompts, Readout("words", words=(1,)), 0, 64)(3)
     assert sorted(p.ids[0] for p in batch.prompts) == list(range(5))
 
 
