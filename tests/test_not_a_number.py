@@ -66,7 +66,9 @@ def test_only_an_unbroken_row_of_them_ends_a_run(options):
     def objective(scores: Any, batch: Any) -> Any:
         call = next(calls)
         return (
-            np.full(2, math.inf) if (call % MAX_SKIPS and call < 2 * MAX_SKIPS) or call >= 3 * MAX_SKIPS else np.array([0.0, 1.0])
+            np.full(2, math.inf)
+            if (call % MAX_SKIPS and call < 2 * MAX_SKIPS) or call >= 3 * MAX_SKIPS
+            else np.array([0.0, 1.0])
         )
 
     with pytest.raises(RunFailed, match=f"not a number for {MAX_SKIPS} steps in a row") as caught:
