@@ -17,7 +17,7 @@ import pytest
 
 from mezzo import api
 from mezzo.errors import ConfigError, DataError, JournalError
-from mezzo.journal.compact import MAGIC, MOST_TERMS, export_compact
+from mezzo.journal.compact import MAGIC, MAX_TERMS, export_compact
 from mezzo.journal.journal import NAME, read
 from mezzo.replay.snapshots import Snapshots
 from mezzo.runs.folder import Folder
@@ -253,7 +253,7 @@ def test_a_compact_bomb_is_not_unpacked(sound_run, tmp_path):
     bomb = zlib.compress(bytes(300 * 2**20), 9)
     cases = {
         "claims": with_header(tmp_path / "sound.mezzo", header | {"steps": 10**9}, bomb, bomb),
-        "too many samples": with_header(tmp_path / "sound.mezzo", header | {"samples": MOST_TERMS}, bomb, bomb),
+        "too many samples": with_header(tmp_path / "sound.mezzo", header | {"samples": MAX_TERMS}, bomb, bomb),
         "unpacks to more": with_header(tmp_path / "sound.mezzo", header, bomb, bomb),
         "long header": with_header(tmp_path / "sound.mezzo", header | {"x": " " * (80 * 2**20)}),
     }

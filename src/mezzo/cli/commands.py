@@ -15,7 +15,7 @@ from mezzo.cli.parser import given
 from mezzo.cli.progress import display, show_summary
 from mezzo.config import from_file
 from mezzo.errors import ConfigError, DataError
-from mezzo.journal.atomic_files import finite
+from mezzo.journal.atomic_files import json_safe
 
 
 def train(options: Namespace) -> Any:
@@ -73,7 +73,7 @@ def predict(options: Namespace) -> Any:
     table = options.data and Path(options.data).suffix.lower() not in ("", ".txt")
     rows = options.data if table else _rows(options.data)
     for row in api.predict(rows, options.run, at=options.at, **given(options)):
-        print(json.dumps(finite(row), ensure_ascii=False), flush=True)
+        print(json.dumps(json_safe(row), ensure_ascii=False), flush=True)
         count += 1
     return {"n": count}
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mezzo.cli.parser import build
-from mezzo.errors import MezzoError, out_of_memory
-from mezzo.journal.atomic_files import finite
+from mezzo.errors import MezzoError, is_out_of_memory
+from mezzo.journal.atomic_files import json_safe
 
 BUSY = 0.75
 """Load per core from which on a machine counts as busy."""
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcome: Any = getattr(commands, options.verb)(options)
         result, code = outcome if isinstance(outcome, tuple) else (outcome, 0)
         if options.json and result is not None:
-            print(json.dumps(finite(result), allow_nan=False), flush=True)
+            print(json.dumps(json_safe(result), allow_nan=False), flush=True)
         if sys.stdout is not None:  # a shell can start a program without one
             sys.stdout.flush()
         return int(code)
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"mezzo: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
     except (MemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         # Outside a forward of training, where it is not known what would have been smaller.
         said = " ".join(str(error).split())

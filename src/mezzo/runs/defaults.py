@@ -1,4 +1,4 @@
-"""Settings that depend on the model and the space: the published grids, and what each bundled model ships beside its weights."""
+"""Settings that depend on the model and the space: the published grids, and the settings file of a model."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ SERVED = ("lora", "matrices")
 """Spaces that SGLang trains: what it takes from outside are adapters, and matrices in place."""
 SUITABLE = ("lr", "eps", "weight_decay", "schedule", "batch_size", "steps")
 SETTINGS = "mezzo.json"
-"""The file beside a model's weights that says what suits it."""
+"""The settings file beside a model's weights."""
 
 
 def model_settings(model: str) -> dict[str, Any]:
-    """What the `mezzo.json` of a bundled model, or of a model folder, says by space; empty where there is none."""
+    """The settings by space in the `mezzo.json` of a bundled model or a model folder; empty where there is none."""
     bundled = model.startswith(BUNDLED)
     folder = resources.files("mezzo") / "bundled" / "models" / model.removeprefix(BUNDLED) if bundled else Path(model)
     file = folder / SETTINGS
@@ -53,11 +53,11 @@ def model_settings(model: str) -> dict[str, Any]:
             raise ConfigError("it must hold an object of settings by space")
         return {name: _check_settings(name, value) for name, value in found.items()}
     except (OSError, ValueError, RecursionError, ConfigError) as error:
-        raise ModelError(f"{file} cannot be used: {error}; mend or delete it") from None
+        raise ModelError(f"{file} cannot be used: {error}; fix or delete it") from None
 
 
 def _check_settings(name: str, values: Any) -> Any:
-    """The usual space, or a space's settings as options of a run: a folder may come from a stranger."""
+    """The default space, or the settings of a space, checked as options of a run: the folder may come from anybody."""
     if name == "space":
         if not isinstance(values, str):
             raise ConfigError(f"'space' must be the name of one, not {json.dumps(values)}")

@@ -11,7 +11,7 @@ from mezzo.engines import open_engine
 from mezzo.engines.base import Engine
 from mezzo.errors import ConfigError, JournalError
 from mezzo.evaluation.evaluate import rank
-from mezzo.journal.atomic_files import explained
+from mezzo.journal.atomic_files import explain_os_errors
 from mezzo.journal.compact import MAGIC, import_compact
 from mezzo.journal.journal import Content, read
 from mezzo.replay.replay import bring_to, check_base
@@ -46,7 +46,7 @@ def open_journal(path: str | Path) -> Content:
         return read(path)
     if not path.exists():
         raise JournalError(f"{path} does not exist; name a run folder or a journal here, and a model by --model")
-    with explained(path), path.open("rb") as file:
+    with explain_os_errors(path), path.open("rb") as file:
         compact = file.read(len(MAGIC)) == MAGIC
     return import_compact(path) if compact else read(path)
 

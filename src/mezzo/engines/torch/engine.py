@@ -26,7 +26,7 @@ from mezzo.engines.torch.initial_values import InitialValues
 from mezzo.engines.torch.merge import merged
 from mezzo.engines.torch.quantized import is_quantized
 from mezzo.engines.torch.weights.noise import NoiseSource
-from mezzo.errors import JournalError, ModelError, RunFailed, SpaceError, out_of_memory
+from mezzo.errors import JournalError, ModelError, RunFailed, SpaceError, is_out_of_memory
 from mezzo.method import noise
 from mezzo.method.space import Space, lora_names, prefix_names, select
 from mezzo.types import Batch, MicroBatch, Probe, Scores, TensorInfo, TrainedTensor, Update
@@ -146,7 +146,7 @@ class TorchEngine:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            if out_of_memory(error):
+            if is_out_of_memory(error):
                 raise RunFailed(
                     f"{self.device} is out of memory with {self.micro_batch.rows} examples and {members} probes in one forward; "
                     "start again with a smaller --micro-batch"
