@@ -20,7 +20,7 @@ from mezzo.replay import prefix_start
 from mezzo.runs.datasets import splits_of, task_of
 from mezzo.runs.defaults import with_defaults
 from mezzo.tasks import Encoder, Task
-from mezzo.tasks.tokens import Tokens
+from mezzo.tasks.tokenizer import TokenizerWrapper
 from mezzo.types import Example, Family, Prompt, Readout
 
 
@@ -126,7 +126,7 @@ def _length(config: RunConfig, task: Task, longest: int | None, tokenizer: Any) 
     if config.max_length is not None and config.max_length > longest:
         raise ConfigError(f"--max-length {config.max_length} is more than the {longest} tokens {config.model} can read")
     doubled = 2 if config.demonstrations else 1
-    most = min(longest, Tokens(tokenizer).limit or longest)
+    most = min(longest, TokenizerWrapper(tokenizer).max_length or longest)
     return config.max_length or (most if task.max_length * doubled > longest else None)
 
 
