@@ -188,7 +188,7 @@ def bench(options: Namespace) -> Any:
             options.spread,
             options.rounds,
             options.sweep,
-            say=lambda text: print(text, file=sys.stderr, flush=True),
+            log=lambda text: print(text, file=sys.stderr, flush=True),
             show=lambda table: _show(options, f"{table}\n"),
             published=not options.no_published,
         )
