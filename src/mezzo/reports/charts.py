@@ -1,7 +1,7 @@
 """The charts of a run, as data. Two renderers draw them: SVG for the page, PNG by matplotlib.
 
-To add a chart, write one function below that takes a `RunData` and returns a `Chart`, or None without data, and decorate it
-with `@chart_of_run`. The page and the plot files then have it, in the order of the functions here.
+To add a chart, write one function below that takes a `RunData` and returns a `Chart`, or None without data, and name it in
+`run_charts`. The page and the plot files then contain it.
 """
 
 from __future__ import annotations
@@ -56,28 +56,17 @@ class Chart:
     note: str = ""
 
 
-ChartMaker = Callable[[RunData], Chart | None]
-CHART_MAKERS: list[ChartMaker] = []
-
-
-def chart_of_run(make: ChartMaker) -> ChartMaker:
-    CHART_MAKERS.append(make)
-    return make
-
-
 def run_charts(run: RunData) -> list[Chart]:
-    """Every chart there is data for."""
-    return [chart for make in CHART_MAKERS if (chart := make(run)) is not None]
+    """Every chart there is data for, in the order of the page."""
+    makers = (_loss, _metric, _slope_histogram, _zero_slopes, _learning_rate, _speed, _memory)
+    return [chart for make in makers if (chart := make(run)) is not None]
 
 
 def comparison_charts(runs: Sequence[RunData]) -> list[Chart]:
     """Curves of several runs in one chart."""
     named = list(enumerate(zip(_unique_names(runs), runs, strict=True)))
-    metric = [
-        _evaluation_series(name, run.metrics.evaluations, lambda evaluation: evaluation.value, colour)
-        for colour, (name, run) in named
-        if run.metrics.evaluations
-    ]
+    evaluated = [(colour, name, run.metrics.evaluations) for colour, (name, run) in named if run.metrics.evaluations]
+    metric = [_evaluation_series(name, evaluations, "value", colour) for colour, name, evaluations in evaluated]
     loss = [Series(name, *_aggregate(run, run.losses)[:2], colour) for colour, (name, run) in named if run.losses]
     charts = []
     if metric:
@@ -90,7 +79,6 @@ def comparison_charts(runs: Sequence[RunData]) -> list[Chart]:
 # --- one function per chart
 
 
-@chart_of_run
 def _loss(run: RunData) -> Chart | None:
     if not run.losses:
         return None
@@ -98,20 +86,18 @@ def _loss(run: RunData) -> Chart | None:
     series = [Series("training", x, y, low=low, high=high)]
     dev = [evaluation for evaluation in run.metrics.evaluations if math.isfinite(evaluation.loss)]
     if dev:
-        series.append(_evaluation_series("dev", dev, lambda evaluation: evaluation.loss, 1))
+        series.append(_evaluation_series("dev", dev, "loss", 1))
     note = "band: 10th to 90th percentile of the batches" if low else ""
     return Chart("loss", "loss", tuple(series), vertical_lines=_best_step(run), note=note)
 
 
-@chart_of_run
 def _metric(run: RunData) -> Chart | None:
     metrics = run.metrics
     if not metrics.evaluations:
         return None
-    series = [_evaluation_series("dev", metrics.evaluations, lambda evaluation: evaluation.value, 1, band=True)]
+    series = [_evaluation_series("dev", metrics.evaluations, "value", 1, band=True)]
     if final := metrics.final:
-        name = f"{final.split} at the end"
-        series.append(_evaluation_series(name, [final], lambda evaluation: evaluation.value, 2, band=True))
+        series.append(_evaluation_series(f"{final.split} at the end", [final], "value", 2, band=True))
     baselines = []
     if zero_shot := metrics.zero_shot:
         baselines.append(Baseline("zero-shot (test)", zero_shot.value, 4))
@@ -121,7 +107,6 @@ def _metric(run: RunData) -> Chart | None:
     return Chart("metric", run.metric, tuple(series), tuple(baselines), vertical_lines=best_step, percent=True)
 
 
-@chart_of_run
 def _slope_histogram(run: RunData) -> Chart | None:
     """Slopes by size; the outermost percent is in the first and last bar."""
     slopes = sorted(value for slopes in run.slopes for value in slopes)
@@ -139,7 +124,6 @@ def _slope_histogram(run: RunData) -> Chart | None:
     return Chart("slopes", "slopes by size", bars=bars, x_label="slope g", percent=True, from_zero=True, note=note)
 
 
-@chart_of_run
 def _zero_slopes(run: RunData) -> Chart | None:
     if not run.slopes:
         return None
@@ -148,7 +132,6 @@ def _zero_slopes(run: RunData) -> Chart | None:
     return Chart("zero-slopes", "zero slopes over time", (series,), percent=True, from_zero=True)
 
 
-@chart_of_run
 def _learning_rate(run: RunData) -> Chart | None:
     if not run.learning_rates:
         return None
@@ -156,7 +139,6 @@ def _learning_rate(run: RunData) -> Chart | None:
     return Chart("learning-rate", "learning rate", (Series("lr", x, y, 5),), from_zero=True)
 
 
-@chart_of_run
 def _speed(run: RunData) -> Chart | None:
     durations = run.metrics.step_durations
     if len(durations) < 2:
@@ -165,7 +147,6 @@ def _speed(run: RunData) -> Chart | None:
     return Chart("speed", "steps per second", (Series("steps/s", x, y),), from_zero=True)
 
 
-@chart_of_run
 def _memory(run: RunData) -> Chart | None:
     if len(run.metrics.memory) < 2:
         return None
@@ -182,15 +163,11 @@ def _unique_names(runs: Sequence[RunData]) -> Iterable[str]:
 
 
 def _evaluation_series(
-    name: str,
-    evaluations: Sequence[RecordedEvaluation],
-    figure: Callable[[RecordedEvaluation], float],
-    colour: int,
-    band: bool = False,
+    name: str, evaluations: Sequence[RecordedEvaluation], figure: str, colour: int, band: bool = False
 ) -> Series:
-    steps, figures = [each.step for each in evaluations], [figure(each) for each in evaluations]
-    low, high = ([each.low for each in evaluations], [each.high for each in evaluations]) if band else ((), ())
-    return Series(name, steps, figures, colour, True, low, high)
+    """A field of the evaluations over their steps; `band` adds the interval, which is that of `value`."""
+    x, y, low, high = ([getattr(each, key) for each in evaluations] for key in ("step", figure, "low", "high"))
+    return Series(name, x, y, colour, True, low if band else (), high if band else ())
 
 
 def _best_step(run: RunData) -> tuple[tuple[float, str], ...]:

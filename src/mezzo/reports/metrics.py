@@ -80,7 +80,6 @@ def parse_metrics(events: Sequence[Event]) -> Metrics:
     memory = _step_values(events, "memory_mib")
     zero_shot = (_parse_evaluation(event, "test") for event in _all(events, "zero-shot"))
     dev = (_parse_evaluation(event, "dev") for event in _all(events, "evaluation"))
-    examples = {split: finite_number(start.get(split)) for split in ("train", "dev", "test")}
     return Metrics(
         step_times=_step_values(events, "seconds"),
         memory=memory,
@@ -89,8 +88,8 @@ def parse_metrics(events: Sequence[Event]) -> Metrics:
         final=_parse_final(result),
         baselines=(finite_number(result.get("zero_shot")), finite_number(result.get("zero_shot_calibrated"))),
         warnings=[
-            RunWarning(_step(event), str(event.get("kind", "note")), str(event.get("text", "")))
-            for event in _all(events, "warning")
+            RunWarning(int(finite_number(e.get("step")) or 0), str(e.get("kind", "note")), str(e.get("text", "")))
+            for e in _all(events, "warning")
         ],
         commands=[str(event.get("text", "")) for event in _all(events, "command")],
         finished=bool(result),
@@ -98,7 +97,7 @@ def parse_metrics(events: Sequence[Event]) -> Metrics:
         seconds=finite_number(result.get("seconds")),
         peak_memory=finite_number(result.get("memory_mib")) or max((mib for _, mib in memory), default=None),
         digest=str(result.get("digest", "")),
-        examples={split: int(count) for split, count in examples.items() if count},
+        examples={s: int(count) for s in ("train", "dev", "test") if (count := finite_number(start.get(s)))},
         parameters=finite_number(start.get("parameters")),
         trained_parameters=finite_number(start.get("trained_parameters")),
         engine=" ".join(str(start[key]) for key in ("engine", "device") if key in start),
@@ -148,10 +147,6 @@ def _last(events: Sequence[Event], name: str) -> Event:
         elif name == "result" and event.get("event") == "step":
             last = {}
     return last
-
-
-def _step(event: Event) -> int:
-    return int(finite_number(event.get("step")) or 0)
 
 
 def _step_values(events: Sequence[Event], key: str) -> list[tuple[int, float]]:

@@ -91,20 +91,13 @@ def _grid(chart: Chart, x_ticks: Sequence[float], y_ticks: Sequence[float], axes
     bottom = axes.top + HEIGHT
     for tick in y_ticks:
         y = axes.y(tick)
-        yield (
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="currentColor" '
-            f'opacity="0.13"/><text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" fill="currentColor">'
-            f"{_format_y(chart, tick)}</text>"
-        )
+        yield _line(LEFT, WIDTH - RIGHT, y, y, 'stroke="currentColor" opacity="0.13"')
+        yield _text(LEFT - 6, y + 4, _format_y(chart, tick), 'text-anchor="end"')
     for tick in x_ticks:
-        yield (
-            f'<text x="{min(axes.x(tick), WIDTH - RIGHT - 10):.1f}" y="{bottom + 16:.1f}" text-anchor="middle" '
-            f'fill="currentColor">{_format_number(tick)}</text>'
-        )
-    yield (
-        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{bottom + BOTTOM - 4}" text-anchor="middle" fill="currentColor" '
-        f'opacity="0.7">{escape(chart.x_label)}</text>'
-    )
+        x = min(axes.x(tick), WIDTH - RIGHT - 10)
+        yield _text(x, bottom + 16, _format_number(tick), 'text-anchor="middle"')
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    yield _text(middle, bottom + BOTTOM - 4, chart.x_label, 'text-anchor="middle" opacity="0.7"')
 
 
 def _bars(chart: Chart, axes: _Axes) -> Iterator[str]:
@@ -119,18 +112,12 @@ def _bars(chart: Chart, axes: _Axes) -> Iterator[str]:
 
 def _straight_lines(chart: Chart, axes: _Axes) -> Iterator[str]:
     for step, name in chart.vertical_lines:
-        x = axes.x(step)
-        yield (
-            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{axes.top}" y2="{axes.top + HEIGHT}" stroke="currentColor" '
-            f'opacity="0.35" stroke-dasharray="2 3"><title>{escape(name)}</title></line>'
-        )
+        style = 'stroke="currentColor" opacity="0.35" stroke-dasharray="2 3"'
+        yield _line(axes.x(step), axes.x(step), axes.top, axes.top + HEIGHT, style, name)
     for baseline in chart.baselines:
         y = axes.y(baseline.y)
-        yield (
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" '
-            f'stroke="{colour(baseline.colour)}" stroke-width="1.5" stroke-dasharray="6 4">'
-            f"<title>{escape(baseline.name)} {_format_y(chart, baseline.y)}</title></line>"
-        )
+        style = f'stroke="{colour(baseline.colour)}" stroke-width="1.5" stroke-dasharray="6 4"'
+        yield _line(LEFT, WIDTH - RIGHT, y, y, style, f"{baseline.name} {_format_y(chart, baseline.y)}")
 
 
 def _curve(chart: Chart, series: Series, axes: _Axes) -> Iterator[str]:
@@ -140,15 +127,14 @@ def _curve(chart: Chart, series: Series, axes: _Axes) -> Iterator[str]:
         yield f'<polygon points="{" ".join(outline)}" fill="{stroke}" opacity="0.16"/>'
     elif series.low:
         x, low, high = axes.x(series.x[0]), axes.y(series.low[0]), axes.y(series.high[0])
-        yield (f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{low:.1f}" y2="{high:.1f}" stroke="{stroke}" stroke-width="2"/>')
+        yield _line(x, x, low, high, f'stroke="{stroke}" stroke-width="2"')
     points = " ".join(axes.points(series.x, series.y))
     yield f'<polyline points="{points}" fill="none" stroke="{stroke}" stroke-width="2" stroke-linejoin="round"/>'
-    if series.markers:
-        for x, y in zip(series.x, series.y, strict=True):
-            yield (
-                f'<circle cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="3.5" fill="{stroke}">'
-                f"<title>{escape(series.name)}, step {_format_number(x)}: {_format_y(chart, y)}</title></circle>"
-            )
+    for x, y in zip(series.x, series.y, strict=True) if series.markers else ():
+        yield (
+            f'<circle cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="3.5" fill="{stroke}">'
+            f"<title>{escape(series.name)}, step {_format_number(x)}: {_format_y(chart, y)}</title></circle>"
+        )
 
 
 def _legend(chart: Chart) -> list[str]:
@@ -157,21 +143,27 @@ def _legend(chart: Chart) -> list[str]:
     entries += [(baseline.name, baseline.colour, "4 2") for baseline in chart.baselines]
     if len(entries) < 2:
         return []
-    rows: list[list[str]] = [[]]
-    x = 4.0
+    rows, x = [""], 4.0
     for name, number, dashes in entries:
-        shown = name if len(name) <= 30 else name[:29] + "…"
-        width = 30 + 7 * len(shown)
+        label = name if len(name) <= 30 else name[:29] + "…"
+        width = 30 + 7 * len(label)
         if x + width > WIDTH and rows[-1]:
-            rows.append([])
+            rows.append("")
             x = 4.0
         y = 13 + 18 * (len(rows) - 1)
-        rows[-1].append(
-            f'<line x1="{x}" x2="{x + 16}" y1="{y - 4}" y2="{y - 4}" stroke="{colour(number)}" stroke-width="3" '
-            f'stroke-dasharray="{dashes}"/><text x="{x + 20}" y="{y}" fill="currentColor">{escape(shown)}</text>'
-        )
+        style = f'stroke="{colour(number)}" stroke-width="3" stroke-dasharray="{dashes}"'
+        rows[-1] += _line(x, x + 16, y - 4, y - 4, style) + _text(x + 20, y, label)
         x += width
-    return ["".join(row) for row in rows]
+    return rows
+
+
+def _line(x1: float, x2: float, y1: float, y2: float, style: str, title: str = "") -> str:
+    content = f"<title>{escape(title)}</title>" if title else ""
+    return f'<line x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}" {style}>{content}</line>'
+
+
+def _text(x: float, y: float, text: str, style: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" fill="currentColor" {style}>{escape(text)}</text>'
 
 
 def _format_y(chart: Chart, value: float) -> str:

@@ -33,10 +33,8 @@ class Demonstrations:
         """
         texts = self.task.texts(example)
         key = index if index is not None else zlib.crc32("\x1f".join(texts).encode())
-        return [
-            self._choose_one(label, texts, f"{self.seed}/{key}/{label}", sampling)
-            for label in range(len(self.by_label))
-        ]
+        labels = range(len(self.by_label))
+        return [self._choose_one(label, texts, f"{self.seed}/{key}/{label}", sampling) for label in labels]
 
     def _choose_one(self, label: int, texts: list[str], key: str, sampling: int) -> Example:
         others = [other for other, other_texts in self.by_label[label] if other_texts != texts]

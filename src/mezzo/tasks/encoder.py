@@ -91,7 +91,7 @@ class Encoder:
             ids=prompt_ids,
             label=self._label(example, candidates),
             position=self._readout_position(node_ids),
-            candidates=candidates if self.readout.kind == "candidates" else (),
+            candidates=candidates,
             segments=tuple(prepared.segment for prepared, ids in zip(self._nodes, node_ids, strict=True) for _ in ids),
             answers=tuple(self.task.answers(example)) if self.task.kind == "generation" else (),
         )
@@ -119,7 +119,7 @@ class Encoder:
                 raise TaskError("candidates are continuations of a causal model; use --readout words")
             self.tokenizer.special_token("mask")
             return Readout("words", words=label_word_ids(self.tokenizer, task), vocabulary=vocabulary)
-        answers = self._encode_labels() if task.kind == "classification" else ()
+        answers = self._encode_labels()
         single_tokens = bool(answers) and all(len(ids) == 1 and ids[0] != self.tokenizer.unk_id for ids in answers)
         if name == "words" and not single_tokens:
             raise TaskError("--readout words needs answers of one token each; use --readout candidates")

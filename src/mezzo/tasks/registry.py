@@ -7,7 +7,6 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,16 @@ from mezzo.types import Family
 _TABLES: dict[str, dict[str, dict[str, Any]]] = {"masked": MASKED, "causal": CAUSAL}
 _KEYS = tuple(f.name for f in dataclasses.fields(Task))
 _REQUIRED = ("columns", "template")
-
-
-@lru_cache(maxsize=1)
-def _registry() -> dict[tuple[str, str], Task]:
-    return {
-        (family, name): Task(**{"name": name, "family": family, **fields})
-        for family, tasks in _TABLES.items()
-        for name, fields in tasks.items()
-    }
+_TASKS = tuple(
+    Task(**{"name": name, "family": family, **fields})
+    for family, tasks in _TABLES.items()
+    for name, fields in tasks.items()
+)
 
 
 def list_tasks() -> list[Task]:
     """Every task that comes with mezzo: the masked ones, then the causal ones."""
-    return list(_registry().values())
+    return list(_TASKS)
 
 
 def get_task(spec: str | Path | Mapping[str, Any] | Task, family: Family | None = None) -> Task:
@@ -84,16 +79,14 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _find_by_name(name: str, family: Family | None) -> Task:
-    matches = [task for task in list_tasks() if _normalize_name(task.name) == _normalize_name(name)]
+    matches = [task for task in _TASKS if _normalize_name(task.name) == _normalize_name(name)]
     for task in matches:
         if family in (None, task.family):
             return task
     if matches:
-        others = sorted(_TABLES[str(family)])
-        raise TaskError(
-            f"task {name!r} is {matches[0].family}, not {family}; the {family} tasks are {', '.join(others)}"
-        )
-    names = list(dict.fromkeys(task.name for task in list_tasks()))
+        others = ", ".join(sorted(_TABLES[str(family)]))
+        raise TaskError(f"task {name!r} is {matches[0].family}, not {family}; the {family} tasks are {others}")
+    names = list(dict.fromkeys(task.name for task in _TASKS))
     hint = nearest(name.lower(), names) or f"; known: {', '.join(names)}, or a path that ends in .toml"
     raise TaskError(f"unknown task {name!r}{hint}")
 

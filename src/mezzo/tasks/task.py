@@ -122,15 +122,9 @@ class Task:
 
     def describe(self) -> dict[str, Any]:
         """What `mezzo tasks show` prints."""
-        example = self.render() if self.sample else ""
-        fields = {"name": self.name, "family": self.family, "kind": self.kind, "template": self.template}
-        return {
-            **fields,
-            "words": self.word_of,
-            "metric": self.metric,
-            "example": example,
-            "max_length": self.max_length,
-        }
+        computed = {"words": self.word_of, "example": self.render() if self.sample else ""}
+        keys = ("name", "family", "kind", "template", "words", "metric", "example", "max_length")
+        return {key: computed[key] if key in computed else getattr(self, key) for key in keys}
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values from which `get_task` makes an equal task; defaults are left out."""
@@ -221,7 +215,7 @@ class MLMConfig:
             orders = set(task.id_orders.values()) if task.id_order is None else {task.id_orders[task.id_order]}
             if sorted(ids) != list(range(len(task.labels))):
                 raise TaskError(
-                    f"label_word_mapping has ids {sorted(ids)}; task {task.name!r} has {len(task.labels)} labels"
+                    f"label_word_mapping has ids {sorted(ids)}; {task.name!r} has {len(task.labels)} labels"
                 )
             if len(orders) == 1:
                 mapping = {label: ids[i] for i, label in enumerate(orders.pop())}

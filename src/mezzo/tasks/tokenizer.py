@@ -62,11 +62,6 @@ class TokenizerWrapper:
                 return marks[0], marks[1]
         return "", ""
 
-    @property
-    def adds_mark(self) -> bool:
-        """Does it put a word-initial mark before a text that does not begin with a space?"""
-        return bool(self.word_marks[0]) and self.word_marks[0] == self.word_marks[1]
-
     @cached_property
     def leading_ids(self) -> Ids:
         """The special tokens that it adds before a text: a BOS token, or nothing."""
@@ -129,7 +124,8 @@ class TokenizerWrapper:
         return tuple(encoded["input_ids"])
 
     def _encode_in_context(self, text: str, continues: bool) -> Ids:
-        if continues and text and self.adds_mark:
+        first, inner = self.word_marks
+        if continues and text and first and first == inner:  # a mark would be added that continued text does not have
             for context in _SAMPLE_TEXTS:  # tokenize behind a context that does not merge with the text, then remove it
                 before, full = self._tokenize(context), self._tokenize(context + text)
                 if before and full[: len(before)] == before:
