@@ -133,9 +133,9 @@ def report(*runs: str | Path, out: str | Path | None = None, plots: str | Path |
     """Write what became of runs as one HTML page and return its path; `plots` is a folder for the charts as files."""
     if not runs:
         raise ConfigError("name at least one run folder to report on")
-    path, stories = reports.write_page(runs, out)
+    path, read_runs = reports.write_page(runs, out)
     if plots is not None:
-        reports.write_plots(stories, Path(plots))
+        reports.write_plots(read_runs, Path(plots))
     return path
 
 

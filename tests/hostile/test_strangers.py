@@ -291,7 +291,7 @@ def test_a_parquet_bomb_is_not_unpacked(tmp_path, monkeypatch):
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".zip", ".bz2"])
 def test_compressed_files_are_not_opened(suffix, tmp_path):
     (tmp_path / f"data.jsonl{suffix}").write_bytes(b"\x1f\x8b" + bytes(100))
-    with pytest.raises(DataError, match="unknown kind of file"):
+    with pytest.raises(DataError, match="unknown file type"):
         load_examples(str(tmp_path / f"data.jsonl{suffix}"), "sst-2")
 
 

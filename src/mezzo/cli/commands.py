@@ -125,17 +125,17 @@ def report(options: Namespace) -> Any:
 
     if options.watch:
         return _watch(options)
-    path, stories = reports.write_page(options.runs, options.out)
-    words = [f"{story.name}: {story.verdict.word}: {story.verdict.reason}" for story in stories]
+    path, runs = reports.write_page(options.runs, options.out)
+    words = [f"{run.name}: {run.verdict.word}: {run.verdict.reason}" for run in runs]
     _show(options, "\n".join([*words, f"wrote {path}"]))
-    plots = reports.write_plots(stories, Path(options.plots)) if options.plots else []
+    plots = reports.write_plots(runs, Path(options.plots)) if options.plots else []
     if plots:
-        missing = "" if reports.can_png() else "; PNG needs matplotlib: pip install 'mezzo[plots]'"
+        missing = "" if reports.has_matplotlib() else "; PNG needs matplotlib: pip install 'mezzo[plots]'"
         _show(options, f"wrote {len(plots)} plots to {options.plots}{missing}")
     return {
         "out": str(path),
         "plots": [str(plot) for plot in plots],
-        "runs": [{"run": str(s.path), "verdict": s.verdict.word, "reason": s.verdict.reason} for s in stories],
+        "runs": [{"run": str(r.path), "verdict": r.verdict.word, "reason": r.verdict.reason} for r in runs],
     }
 
 
@@ -144,8 +144,8 @@ def _watch(options: Namespace) -> Any:
     from mezzo import reports
 
     for run in options.runs:
-        reports.story_of(run)  # a mistake is told here, not in the browser
-    with reports.server(options.runs, options.port) as server:
+        reports.read_run(run)  # a mistake is told here, not in the browser
+    with reports.make_server(options.runs, options.port) as server:
         url = f"http://127.0.0.1:{server.server_port}/"
         with contextlib.suppress(KeyboardInterrupt):
             print(f"the report is at {url} (Ctrl-C ends it)", file=sys.stderr, flush=True)
@@ -188,7 +188,7 @@ def bench(options: Namespace) -> Any:
             options.spread,
             options.rounds,
             options.sweep,
-            say=lambda text: print(text, file=sys.stderr, flush=True),
+            log=lambda text: print(text, file=sys.stderr, flush=True),
             show=lambda table: _show(options, f"{table}\n"),
             published=not options.no_published,
         )

@@ -22,7 +22,7 @@ from mezzo.method.space import Space
 from mezzo.runs.datasets import Splits, find_task, load_splits
 from mezzo.runs.defaults import apply_defaults
 from mezzo.tasks import Encoder, Task
-from mezzo.tasks.tokens import Tokens
+from mezzo.tasks.tokenizer import TokenizerWrapper
 from mezzo.types import Example, Family, Prompt, Readout
 
 
@@ -217,7 +217,7 @@ def _max_length(config: RunConfig, task: Task, longest: int | None, tokenizer: A
     if config.max_length is not None and config.max_length > longest:
         raise ConfigError(f"--max-length {config.max_length} is more than the {longest} tokens {config.model} can read")
     factor = 2 if config.demonstrations else 1
-    limit = min(longest, Tokens(tokenizer).limit or longest)
+    limit = min(longest, TokenizerWrapper(tokenizer).max_length or longest)
     return config.max_length or (limit if task.max_length * factor > longest else None)
 
 
