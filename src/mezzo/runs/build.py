@@ -117,11 +117,11 @@ def _recorded(content: Content) -> tuple[dict[str, Any], MicroBatch, Task]:
 
 def _was_begun(config: RunConfig) -> bool:
     """Whether torchrun has started this very run again after a failure: it then goes on where its journal ends."""
-    if torchrun.may_restart() and not config.out:
+    if torchrun.may_restart_this_process() and not config.out:
         raise ConfigError(
             "torchrun --max-restarts starts a failed run again, which must then find its own folder: add --out DIR"
         )
-    if not torchrun.restarted() or not holds_run(Path(str(config.out))):
+    if not torchrun.restarted_this_process() or not holds_run(Path(str(config.out))):
         return False
     recorded = read(Path(str(config.out))).header.get("config", {})
     fixed = {key: value for key, value in config.to_dict().items() if key not in (*RESUMABLE, "out")}
@@ -187,7 +187,7 @@ def _joined(
     if isinstance(engine, Workers):
         told = lambda text: events("worker", {"step": trainer.step, "text": text})  # noqa: E731
         folder.want_workers(None)  # what was asked of an earlier driver
-        engine.join(str(folder.snapshots.folder), told, folder.wanted_workers)
+        engine.attach_run(str(folder.snapshots.folder), told, folder.wanted_workers)
     known = [e for e in earlier if e.get("event") == "zero-shot"]
     session = Session(parts, splits, engine, folder, journal, trainer, events, splits.test, list(earlier))
     session.zero_shot = _evaluation(known[-1]) if known else None

@@ -109,7 +109,7 @@ class Session:
         """Train; every record has been noted in the metrics when it arrives."""
         try:
             for record in self.trainer.run():
-                cost = self.engine.step_cost() if isinstance(self.engine, Workers) else {}
+                cost = self.engine.step_stats() if isinstance(self.engine, Workers) else {}
                 self.observe("step", _step_line(record, time.monotonic() - self.began) | cost)
                 self._warn_if_standing_still(record)
                 yield record
@@ -182,7 +182,7 @@ class Session:
             forward_passes=2 * config.samples * steps,
             stopped=trainer.stopped,
             warnings=tuple(self.observe.warnings),
-            workers=self.engine.total_cost() if isinstance(self.engine, Workers) else None,
+            workers=self.engine.run_stats() if isinstance(self.engine, Workers) else None,
             verdict=self._verdict(tested, best),
             memory_mib=round(memory.peak()),
         )
