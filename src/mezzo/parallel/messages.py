@@ -13,6 +13,9 @@ from mezzo.errors import MezzoError, RunFailed
 from mezzo.types import MicroBatch, TrainedTensor, Update
 
 RequestKind = Literal["score", "generate", "check", "digest", "state", "catch_up"]
+"""A method of the engine, or `catch_up`: replay the updates and no more."""
+UNIT_WORK: tuple[RequestKind, ...] = ("score", "generate")
+"""Requests whose arguments are engine calls, the micro-batch and further options."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from mezzo.errors import MezzoError, RunFailed
 from mezzo.parallel.messages import (
+    UNIT_WORK,
     Failure,
     Reply,
     Request,
@@ -28,7 +29,6 @@ START_TIMEOUT = 1800.0
 MAX_START_DELAY = 30.0
 MAX_LOSSES_PER_WORKER = 4
 """Consecutive losses, per worker, after which the run ends."""
-UNIT_WORK: tuple[RequestKind, ...] = ("score", "generate")
 
 
 @dataclass(eq=False)

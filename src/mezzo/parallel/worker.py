@@ -6,19 +6,15 @@ import dataclasses
 import importlib
 import os
 import time
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from mezzo.engines import ENGINES
 from mezzo.engines.base import Engine, EngineSpec
-from mezzo.engines.microbatch import EngineCall
 from mezzo.errors import JournalError, MezzoError
 from mezzo.parallel.messages import (
+    UNIT_WORK,
     Failure,
     ReplayRange,
     Reply,
@@ -30,7 +26,6 @@ from mezzo.parallel.messages import (
 )
 from mezzo.replay.replay import replay
 from mezzo.replay.snapshots import Snapshots
-from mezzo.types import Batch, MicroBatch, Scores
 
 
 class Worker:
@@ -51,42 +46,25 @@ class Worker:
 
     def compute(self, request: Request) -> Any:
         self._replay(request.replay)
-        return getattr(self, f"compute_{request.kind}")(*request.arguments)
+        if request.kind == "catch_up":
+            return None
+        method = getattr(self.engine, request.kind)
+        if request.kind not in UNIT_WORK:
+            return method(*request.arguments)
+        calls, micro_batch, *options = request.arguments
+        self.engine.micro_batch = micro_batch
+        return [method(call.batch, call.probes, *options) for call in calls]
 
-    def _replay(self, updates: ReplayRange) -> None:
-        """Apply updates; a range that starts at step 0 restarts an engine that has moved from the base model."""
-        if updates.start == 0 and self.position > 0:
+    def _replay(self, span: ReplayRange) -> None:
+        """Apply a range of updates; one from step 0 on restarts an engine that has moved from the base model."""
+        if span.start == 0 and self.position > 0:
             self.engine.close()
             self.engine, self.position = _open_engine(self.spec), 0
-        if updates.start != self.position:
-            raise JournalError(f"a worker at step {self.position} was sent the updates from step {updates.start} on")
-        folder = updates.snapshot_folder if updates.start == 0 else None
-        replay(self.engine, updates.updates, updates.marks, Snapshots(Path(folder)) if folder else None)
-        self.position = updates.stop
-
-    # ---- one method for each kind of request
-
-    def compute_score(self, calls: Sequence[EngineCall], micro_batch: MicroBatch) -> list[Scores]:
-        self.engine.micro_batch = micro_batch
-        return [self.engine.score(call.batch, call.probes) for call in calls]
-
-    def compute_generate(
-        self, calls: Sequence[EngineCall], micro_batch: MicroBatch, max_new_tokens: int
-    ) -> list[list[list[tuple[int, ...]]]]:
-        self.engine.micro_batch = micro_batch
-        return [self.engine.generate(call.batch, call.probes, max_new_tokens) for call in calls]
-
-    def compute_check(self, batch: Batch, eps: float) -> None:
-        self.engine.check(batch, eps)
-
-    def compute_digest(self) -> str:
-        return self.engine.digest()
-
-    def compute_state(self) -> dict[str, npt.NDArray[np.generic]]:
-        return self.engine.state()
-
-    def compute_catch_up(self) -> None:
-        """Do nothing more: the updates have been replayed."""
+        if span.start != self.position:
+            raise JournalError(f"a worker at step {self.position} was sent the updates from step {span.start} on")
+        folder = span.snapshot_folder if span.start == 0 else None
+        replay(self.engine, span.updates, span.marks, Snapshots(Path(folder)) if folder else None)
+        self.position = span.stop
 
 
 def _open_engine(spec: WorkerSpec) -> Engine:

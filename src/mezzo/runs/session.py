@@ -109,8 +109,8 @@ class Session:
         """Train; every record has been noted in the metrics when it arrives."""
         try:
             for record in self.trainer.run():
-                cost = self.engine.step_stats() if isinstance(self.engine, Workers) else {}
-                self.observe("step", _step_line(record, time.monotonic() - self.began) | cost)
+                stats = self.engine.step_stats() if isinstance(self.engine, Workers) else {}
+                self.observe("step", _step_line(record, time.monotonic() - self.began) | stats)
                 self._warn_if_standing_still(record)
                 yield record
         except BaseException as error:
