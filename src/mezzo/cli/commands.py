@@ -28,8 +28,8 @@ def train(options: Namespace) -> Any:
         text = _toml(api.prepared_config(_stated(options)))
         print(text, end="", file=sys.stderr if options.json else sys.stdout)
         return {"config": text}
-    if torchrun.launched():
-        with torchrun.among(str(_stated(options).get("backend", "gloo"))) as driver:
+    if torchrun.launched_this_process():
+        with torchrun.join_ranks(str(_stated(options).get("backend", "gloo"))) as driver:
             return _train(options) if driver else (None, 0)  # one process prints
     return _train(options)
 

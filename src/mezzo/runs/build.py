@@ -189,7 +189,7 @@ def _start(
     )
     if isinstance(engine, Workers):
         folder.want_workers(None)  # what was asked of an earlier driver
-        engine.join(
+        engine.attach_run(
             str(folder.snapshots.folder),
             lambda text: events("worker", {"step": trainer.step, "text": text}),
             folder.wanted_workers,
@@ -207,11 +207,11 @@ def _start(
 
 def _was_restarted(config: RunConfig) -> bool:
     """Whether torchrun has started this very run again after a failure: it then continues where its journal ends."""
-    if torchrun.may_restart() and not config.out:
+    if torchrun.may_restart_this_process() and not config.out:
         raise ConfigError(
             "torchrun --max-restarts starts a failed run again, which must then find its own folder: add --out DIR"
         )
-    if not torchrun.restarted() or not holds_run(Path(str(config.out))):
+    if not torchrun.restarted_this_process() or not holds_run(Path(str(config.out))):
         return False
     recorded = read(Path(str(config.out))).header.config
     fixed = {key: value for key, value in config.to_dict().items() if key not in (*RESUMABLE, "out")}

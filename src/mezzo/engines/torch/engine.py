@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class TorchEngine:
     """One model, its trained tensors and the population forward over them."""
 
-    joins_units = True
+    merges_units = True
     """Several units in one call of `score` give the same bits as one call each."""
     width = staticmethod(candidate_count)
 
