@@ -42,7 +42,7 @@ def opened(model: str, space: str, cores: list[int], rows: int) -> PoolEngine:
     """Workers pinned to one core each."""
     family = family_of(load_config(model))
     spec = EngineSpec(model, family, Space(space), rows, device="cpu", threads=1, pad_id=1)
-    engine = PoolEngine(Processes(), Post(ENGINES["torch"], spec), len(cores))
+    engine = PoolEngine(Processes(), Post(ENGINES["torch"].factory, spec), len(cores))
     while len(engine.crew.up()) < len(cores):
         engine.score(batch_of(2, 1000, 0), [Probe()])
     for pid, core in zip(pids(engine), cores, strict=True):

@@ -138,7 +138,7 @@ MISTAKES = {
     "no sweep": (["--sweep="], "sweep is one of batch, length, population, model, not ''"),
     "no batch": (["--batch-size", "99999999999999999999"], "batch_size must be at most 1048576"),
     "tokens": (["--batch-size", "1000000"], "a batch of 1000000 rows of 32 tokens is too much to time"),
-    "thin": (["--space", "lora:lowrank"], "what lora trains is thin already"),
+    "thin": (["--space", "lora:lowrank"], "what lora trains is small already"),
 }
 UNKNOWN = {
     "--lenght=3": "unknown option --lenght; did you mean '--length'?",

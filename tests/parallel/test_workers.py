@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -57,7 +58,7 @@ def drill(base, tmp_path, monkeypatch):
     """A run whose first worker has a fault, in a model folder of its own."""
     model = tmp_path / "model"
     shutil.copytree(base["model"], model)
-    monkeypatch.setitem(ENGINES, "torch", FACTORY)
+    monkeypatch.setitem(ENGINES, "torch", dataclasses.replace(ENGINES["torch"], factory=FACTORY))
 
     def run(workers: int = 2, **changes: Any) -> Any:
         fault = {name: changes.pop(name) for name in ("kind", "after", "times") if name in changes}

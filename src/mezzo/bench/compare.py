@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mezzo.bench.table import Conditions, Report, Row
 from mezzo.config import RunConfig, from_mapping
 from mezzo.errors import ConfigError, nearest
+from mezzo.method.noise import NOISES
 from mezzo.method.space import Space
 from mezzo.runs import setup
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 SPACES = "lora,full"
 BARE = "bare doubled forward"
 FEWEST_ROUNDS = 5
-NOISES = ("rademacher", "gaussian", "lowrank")
-THIN = ("lora", "prefix")
 FEWEST_TOKENS = 4
 MOST_TOKENS = 2**24
 
@@ -198,9 +197,7 @@ def contenders_of(
     for kind, noise in spaces:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mezzo-bench-")))
         space = setup.space_of(config.replace(space=kind, noise=noise))
-        makers[f"mezzo {kind}, {noise}"] = partial(
-            contenders.ours, setting, space, "gaussian" if noise == "gaussian" else "rademacher", folder
-        )
+        makers[f"mezzo {kind}, {noise}"] = partial(contenders.ours, setting, space, NOISES[noise].kind, folder)
     return makers
 
 
@@ -218,9 +215,9 @@ def space_and_noise(text: str) -> tuple[str, str]:
     noise = noise or "rademacher"
     if noise not in NOISES:
         raise ConfigError(f"noise is one of {', '.join(NOISES)}, not {noise!r}{nearest(noise, NOISES)}")
-    Space(kind)
-    if kind in THIN and noise == "lowrank":
-        raise ConfigError(f"what {kind} trains is thin already: its noise is rademacher or gaussian, not lowrank")
+    if Space(kind).adapter and NOISES[noise].low_rank:
+        dense = " or ".join(name for name, choice in NOISES.items() if not choice.low_rank)
+        raise ConfigError(f"what {kind} trains is small already: its noise is {dense}, not {noise}")
     return kind, noise
 
 

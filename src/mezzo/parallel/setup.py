@@ -16,7 +16,7 @@ from mezzo.parallel.transports.base import Transport
 def open_workers(config: RunConfig, spec: EngineSpec) -> Engine | None:
     """The engine made of workers that the configuration asks for; None when the run is a single process."""
     # Bits depend on the number of threads: one each, so that they do not depend on the number of workers.
-    post = Post(ENGINES[config.engine], dataclasses.replace(spec, threads=spec.threads or 1))
+    post = Post(ENGINES[config.engine].factory, dataclasses.replace(spec, threads=spec.threads or 1))
     if torchrun.Exchange.opened is not None:
         if config.workers:
             raise ConfigError("torchrun starts the workers of this run: leave --workers out")

@@ -93,7 +93,7 @@ def _placed(post: Post) -> EngineSpec:
     spec = post.spec
     if spec.device in ("auto", "cuda") and (count := gpus()):
         return dataclasses.replace(spec, device=f"cuda:{post.number * spec.tp % count}")
-    if post.factory == ENGINES["sglang"]:
+    if any(info.pins_cores and info.factory == post.factory for info in ENGINES.values()):
         _take_cores(post.number, max(spec.tp, spec.threads or 1))
     return spec
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from mezzo.config import RunConfig, calls_somebody, from_mapping
+from mezzo.config import OPTIONS, RunConfig, from_mapping, option_names
 from mezzo.engines.base import Engine, Workers
 from mezzo.errors import ConfigError, JournalError
 from mezzo.evaluation.evaluate import Evaluation
@@ -29,11 +29,7 @@ from mezzo.runs.trainer import Limits, MeZOTrainer
 from mezzo.tasks import Task, get_task
 from mezzo.types import Batch, MicroBatch, Prompt
 
-RESUMABLE = (
-    *("steps", "time_limit", "patience", "eval_every", "eval_limit", "snapshot_minutes"),
-    *("device", "threads", "tp", "url", "remote_code", "track"),
-    *("workers", "ray_address", "worker_timeout", "check_workers", "backend"),
-)
+RESUMABLE = option_names(resumable=True)
 """What may change when a run goes on: its limits and its machine."""
 LONGEST_PAD = 4096
 
@@ -243,12 +239,12 @@ def _same_objective(recorded: str, objective: Objective | None, named: str | Non
 def _named_again(remembered: dict[str, Any], given: dict[str, Any]) -> None:
     """Whom a run talks to over the network is named again: a stranger's folder must not choose where prompts and weights go,
     nor whose Ray hands code to this machine."""
-    for name, what in (("url", "the SGLang servers"), ("ray_address", "the Ray cluster")):
-        found = remembered.get(name)
-        if name not in given and calls_somebody(name, found):
-            option = f"--{name.replace('_', '-')}"
+    for name, option in OPTIONS.items():
+        value = remembered.get(name)
+        if option.contacts and name not in given and option.contacts(value):
             raise ConfigError(
-                f"this run used {what} {found!r}; name them again, or others, to resume: {option} ADDRESS"
+                f"this run used {option.flag} {value!r}; name it again, or another, to resume: "
+                f"{option.flag} {option.placeholder}"
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mezzo.config import from_mapping
+from mezzo.config import from_mapping, option_names
 from mezzo.engines.base import Engine
 from mezzo.errors import ConfigError, JournalError
 from mezzo.evaluation.evaluate import rank
@@ -17,24 +17,7 @@ from mezzo.runs import datasets, setup
 from mezzo.runs.folder import Folder
 from mezzo.tasks import get_task
 
-MACHINE = ("model", "engine", "device", "threads", "micro_batch", "cache_mb", "tp", "url", "remote_code")
-"""What may differ when a journal's weights are rebuilt: where the base model lies and what computes."""
-ASKED = (
-    "task",
-    "template",
-    "words",
-    "max_length",
-    "id_order",
-    "columns",
-    "encoding",
-    "eval_limit",
-    "demonstrations",
-    "max_new_tokens",
-)
-"""What may be asked of the rebuilt weights: another task, another prompt, other data."""
 MOST_CLASSES = 100_000
-POOL = ("train", "k", "data_seed")
-"""Where demonstrations come from."""
 
 
 def open_journal(path: str | Path) -> Content:
@@ -52,7 +35,7 @@ def open_journal(path: str | Path) -> Content:
 def base_engine(content: Content, **changes: Any) -> tuple[Engine, setup.Parts]:
     """The engine a journal starts from: its base model with the trained tensors untouched."""
     given = {key: value for key, value in changes.items() if value is not None}
-    refused = sorted(set(given) - {*MACHINE, *ASKED, *POOL})
+    refused = sorted(set(given) - {*option_names(reopen="machine"), *option_names(reopen="question")})
     if refused:
         raise ConfigError(f"{', '.join(refused)} belongs to the run and cannot be changed after it")
     # Weights do not depend on what ran the model: without a word about it, this process rebuilds them itself.

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from mezzo.config import RunConfig
-from mezzo.engines import open_engine
+from mezzo.engines import ENGINES, open_engine
 from mezzo.engines.base import Engine, EngineSpec
 from mezzo.engines.hf_hub import family_of, load_config, load_tokenizer, longest_input
 from mezzo.errors import ConfigError, JournalError, ModelError
 from mezzo.evaluation.evaluate import Evaluation, Examined, evaluate, evaluate_texts
 from mezzo.method import noise, rounding
-from mezzo.method.space import Space
+from mezzo.method.space import ADAPTERS, Space
 from mezzo.replay import prefix_start
 from mezzo.runs.datasets import splits_of, task_of
 from mezzo.runs.defaults import with_defaults
@@ -89,9 +89,9 @@ def prepare(config: RunConfig, task: Task | None = None) -> Parts:
     model_config = load_config(config.model, config.remote_code)
     family = family_of(model_config)
     config = with_defaults(config, family)
-    if config.quantize and config.space not in ("lora", "prefix"):
+    if config.quantize and config.space not in ADAPTERS:
         raise ConfigError(
-            f"a quantised base stays as it is: --quantize goes with --space lora or prefix, not {config.space!r}"
+            f"a quantised base stays as it is: --quantize goes with --space {' or '.join(ADAPTERS)}, not {config.space!r}"
         )
     longest = longest_input(model_config)
     if config.space == "prefix" and longest is not None and config.prefix_tokens > longest:
@@ -99,6 +99,8 @@ def prepare(config: RunConfig, task: Task | None = None) -> Parts:
             f"--prefix-tokens {config.prefix_tokens} is more than the {longest} tokens {config.model} can read"
         )
     task = task or task_of(config, family)
+    if task.kind == "generation" and not ENGINES[config.engine].generates:
+        raise ConfigError(f"task {task.name!r} needs generated text, which the {config.engine} engine does not produce")
     tokenizer = load_tokenizer(config.model, config.remote_code)
     encoder = Encoder(
         task,
@@ -146,7 +148,7 @@ def space_of(config: RunConfig) -> Space:
         tokens=config.prefix_tokens,
         only=config.only,
         layers=config.layers,
-        noise_rank=config.noise_rank if config.noise == "lowrank" else 0,
+        noise_rank=config.noise_rank if noise.get_noise(config.noise).low_rank else 0,
         decay=config.decay,
     )
 
@@ -183,7 +185,7 @@ def spec_of(config: RunConfig, family: Family, classes: int, pad_id: int) -> Eng
         rows=config.micro_batch or config.batch_size or 64,
         fewer_rows=config.micro_batch is None,
         classes=classes,
-        noise_kind="gaussian" if config.noise == "gaussian" else "rademacher",
+        noise_kind=noise.get_noise(config.noise).kind,
         seed=config.seed,
         pad_id=pad_id,
         cache_mb=config.cache_mb,

@@ -30,7 +30,7 @@ from mezzo.tasks.truncation import fit
 from mezzo.types import Batch, Example, Prompt, Readout
 
 ReadoutName = Literal["auto", "words", "head", "candidates"]
-_READOUTS = ("auto", "words", "head", "candidates")
+READOUTS = ("auto", "words", "head", "candidates")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,8 @@ class Encoder:
 
     def _choose_readout(self, asked: str, vocabulary: bool) -> Readout:
         task = self.task
-        if asked not in _READOUTS:
-            raise TaskError(f"unknown readout {asked!r}; use one of {', '.join(_READOUTS)}{nearest(asked, _READOUTS)}")
+        if asked not in READOUTS:
+            raise TaskError(f"unknown readout {asked!r}; use one of {', '.join(READOUTS)}{nearest(asked, READOUTS)}")
         if asked == "head":
             if task.kind != "classification":
                 raise TaskError(f"a head needs labels, and the task is a {task.kind}; use --readout candidates")
