@@ -16,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 
 from mezzo.engines.base import EngineSpec
+from mezzo.engines.registry import EngineInfo
 from mezzo.method.space import Space
 from mezzo.parallel.messages import Reply, Request, WorkerFacts, WorkerSpec, deserialize, serialize
 from mezzo.parallel.pool_engine import PoolEngine
@@ -80,7 +81,7 @@ def main() -> None:
 
 def measure(worker_count: int, all_at_once: bool, options: argparse.Namespace) -> tuple[float, float]:
     """Microseconds and bytes per unit, with two units per worker and step."""
-    spec = WorkerSpec("", EngineSpec("", "masked", Space("lora"), options.examples))
+    spec = WorkerSpec(EngineInfo(factory=""), EngineSpec("", "masked", Space("lora"), options.examples))
     engine = PoolEngine(MockTransport(all_at_once), spec, worker_count, check_every=0)
     engine.micro_batch = MicroBatch(rows=options.examples)
     rng = np.random.default_rng(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -61,7 +62,7 @@ def run_with_fault(options, tmp_path, monkeypatch):
     """A run whose first workers have a fault, in a model folder of its own."""
     model = tmp_path / "model"
     shutil.copytree(options["model"], model)
-    monkeypatch.setitem(ENGINES, "torch", FACTORY)
+    monkeypatch.setitem(ENGINES, "torch", dataclasses.replace(ENGINES["torch"], factory=FACTORY))
 
     def run(workers: int = 2, **changes: Any) -> Any:
         fault = {name: changes.pop(name) for name in ("kind", "after", "times") if name in changes}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ def finetune(fault: dict[str, Any] | None = None, **options: Any) -> Run:
     """A run in which one rank may have a fault."""
     if fault:
         set_fault(Path(options["model"]), **fault)
-        ENGINES["torch"] = FACTORY
+        ENGINES["torch"] = dataclasses.replace(ENGINES["torch"], factory=FACTORY)
     return api.finetune(**options)
 
 

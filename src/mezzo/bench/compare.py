@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mezzo.bench.table import BenchResult, Conditions, Timing
 from mezzo.config import RunConfig, from_mapping
 from mezzo.errors import ConfigError, nearest
+from mezzo.method.noise import NOISES
 from mezzo.method.space import Space
 from mezzo.runs.setup import make_space
 
@@ -26,8 +27,6 @@ BARE = "bare doubled forward"
 MIN_ROUNDS = 5
 MIN_LENGTH = 4
 MAX_BATCH_TOKENS = 2**24
-SPACES_WITHOUT_MATRICES = ("lora", "prefix")
-"""Spaces for which low-rank noise does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +198,7 @@ def contender_factories(
     for kind, noise in spaces:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mezzo-bench-")))
         space = make_space(config.replace(space=kind, noise=noise))
-        factories[f"mezzo {kind}, {noise}"] = partial(
-            contenders.mezzo_step, setting, space, "gaussian" if noise == "gaussian" else "rademacher", folder
-        )
+        factories[f"mezzo {kind}, {noise}"] = partial(contenders.mezzo_step, setting, space, NOISES[noise].kind, folder)
     return factories
 
 
@@ -210,11 +207,9 @@ def parse_space(text: str) -> tuple[str, str]:
     kind, _, noise = text.strip().partition(":")
     noise = noise or "rademacher"
     from_mapping({"noise": noise})  # checks the noise as for training
-    Space(kind)
-    if kind in SPACES_WITHOUT_MATRICES and noise == "lowrank":
-        raise ConfigError(
-            f"space {kind} trains no matrices of the model: its noise is rademacher or gaussian, not lowrank"
-        )
+    if Space(kind).adapter and NOISES[noise].low_rank:
+        dense = " or ".join(name for name, choice in NOISES.items() if not choice.low_rank)
+        raise ConfigError(f"space {kind} trains no matrices of the model: its noise is {dense}, not {noise}")
     return kind, noise
 
 

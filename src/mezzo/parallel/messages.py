@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from mezzo import errors
 from mezzo.engines.base import EngineSpec
+from mezzo.engines.registry import EngineInfo
 from mezzo.errors import MezzoError, RunFailed
 from mezzo.types import MicroBatch, TrainedTensor, Update
 
@@ -22,7 +23,7 @@ UNIT_WORK: tuple[RequestKind, ...] = ("score", "generate")
 class WorkerSpec:
     """How a worker starts its engine. `number` tells the workers of one machine apart."""
 
-    engine_factory: str
+    engine: EngineInfo
     """`module:function` that opens the engine."""
     engine_spec: EngineSpec
     number: int = 0

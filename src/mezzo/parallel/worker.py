@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from mezzo.engines import ENGINES
 from mezzo.engines.base import Engine, EngineSpec
 from mezzo.errors import JournalError, MezzoError
 from mezzo.parallel.messages import (
@@ -68,9 +66,7 @@ class Worker:
 
 
 def _open_engine(spec: WorkerSpec) -> Engine:
-    module, _, function = spec.engine_factory.partition(":")
-    engine: Engine = getattr(importlib.import_module(module), function)(_assign_device(spec))
-    return engine
+    return spec.engine.open(_assign_device(spec))
 
 
 def _assign_device(spec: WorkerSpec) -> EngineSpec:
@@ -80,14 +76,9 @@ def _assign_device(spec: WorkerSpec) -> EngineSpec:
     engine_spec = spec.engine_spec
     if engine_spec.device in ("auto", "cuda") and (gpu_count := gpus()):
         return dataclasses.replace(engine_spec, device=f"cuda:{spec.number * engine_spec.tp % gpu_count}")
-    if _pins_threads(spec.engine_factory):
+    if spec.engine.pins_cores:
         _restrict_to_cores(spec.number, max(engine_spec.tp, engine_spec.threads or 1))
     return engine_spec
-
-
-def _pins_threads(engine_factory: str) -> bool:
-    """Whether the engine pins its threads to the first cores that its process may use, as SGLang does."""
-    return engine_factory == ENGINES["sglang"]
 
 
 def _restrict_to_cores(number: int, count: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mezzo.config import RunConfig, calls_somebody, from_mapping
+from mezzo.config import OPTIONS, RunConfig, from_mapping, option_names
 from mezzo.engines.base import Engine, Workers
 from mezzo.errors import ConfigError, JournalError
 from mezzo.evaluation.evaluate import Evaluation
@@ -33,11 +33,7 @@ from mezzo.runs.trainer import Limits, MeZOTrainer
 from mezzo.tasks import Task, get_task
 from mezzo.types import Batch
 
-RESUMABLE = (
-    *("steps", "time_limit", "patience", "eval_every", "eval_limit", "snapshot_minutes"),
-    *("device", "threads", "tp", "url", "remote_code", "track"),
-    *("workers", "ray_address", "worker_timeout", "check_workers", "backend"),
-)
+RESUMABLE = option_names(resumable=True)
 """What may change when a run goes on: its limits and its machine."""
 Function = ObjectiveFunction | Reward
 """The user's own objective, given in Python."""
@@ -251,12 +247,12 @@ def _check_same_objective(recorded: str, function: Function | None, name: str | 
 def _refuse_stored_addresses(remembered: dict[str, Any], given: dict[str, Any]) -> None:
     """Network addresses must be named again: a run folder, which may be anybody's, must not choose where prompts and weights
     go, nor whose Ray cluster sends code to this machine."""
-    for name, what in (("url", "the SGLang servers"), ("ray_address", "the Ray cluster")):
-        stored = remembered.get(name)
-        if name not in given and calls_somebody(name, stored):
-            option = f"--{name.replace('_', '-')}"
+    for name, option in OPTIONS.items():
+        value = remembered.get(name)
+        if option.contacts and name not in given and option.contacts(value):
             raise ConfigError(
-                f"this run used {what} {stored!r}; name them again, or others, to resume: {option} ADDRESS"
+                f"this run used {option.flag} {value!r}; name it again, or another, to resume: "
+                f"{option.flag} {option.placeholder}"
             )
 
 

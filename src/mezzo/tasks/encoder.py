@@ -30,6 +30,7 @@ from mezzo.tasks.truncation import truncate_lengths
 from mezzo.types import Batch, Example, Prompt, Readout
 
 ReadoutName = Literal["auto", "words", "head", "candidates"]
+READOUTS: tuple[str, ...] = get_args(ReadoutName)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +108,9 @@ class Encoder:
     # --- once per encoder
 
     def _choose_readout(self, name: str, vocabulary: bool) -> Readout:
-        task, names = self.task, get_args(ReadoutName)
-        if name not in names:
-            raise TaskError(f"unknown readout {name!r}; use one of {', '.join(names)}{nearest(name, names)}")
+        task = self.task
+        if name not in READOUTS:
+            raise TaskError(f"unknown readout {name!r}; use one of {', '.join(READOUTS)}{nearest(name, READOUTS)}")
         if name == "head":
             if task.kind != "classification":
                 raise TaskError(f"a head needs labels, but this is a {task.kind} task; use --readout candidates")

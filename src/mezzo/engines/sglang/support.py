@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from mezzo.engines.registry import ENGINES
 from mezzo.errors import SpaceError
 from mezzo.method.space import Space
 from mezzo.types import TrainedTensor
@@ -13,7 +14,7 @@ LEAVES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 """The projections that SGLang's adapters reach; `mid_proj` is this package's name in its own encoder."""
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """SGLang's fused modules and the Hugging Face modules they hold, in the order of their rows."""
-TRAINABLE = ("lora", "matrices")
+TRAINABLE = ENGINES["sglang"].spaces
 
 
 def module_of(name: str) -> str:
@@ -50,9 +51,9 @@ def refuse_space(space: Space) -> None:
             f"the sglang engine trains the spaces {' and '.join(TRAINABLE)}: SGLang's adapters reach projections, not "
             f"norms, biases or embeddings. Use --space lora, or --engine torch for {space.kind!r}"
         )
-    if space.kind == "matrices" and not space.noise_rank:
+    if space.kind in ENGINES["sglang"].low_rank_spaces and not space.noise_rank:
         raise SpaceError(
-            "on the sglang engine the directions of space 'matrices' must be adapters: use --noise lowrank, "
+            f"on the sglang engine the directions of space {space.kind!r} must be adapters: use --noise lowrank, "
             "or --engine torch for dense noise"
         )
 

@@ -36,7 +36,7 @@ class InitialValues:
     def partners(self, trained: Sequence[TrainedTensor], catalogue: Sequence[TensorInfo]) -> dict[str, Tensor]:
         """The other one of a pair of which only one is trained: LoRA's factors, a prefix's keys and values."""
         names = {t.name for t in trained}
-        if self.space.kind not in ("lora", "prefix"):
+        if not self.space.adapter:
             return {}
         every = select(replace(self.space, only=(), layers=""), catalogue)
         return {t.name: self._fresh(t) for t in every if t.name not in names and _partner(t.name) in names}
