@@ -38,21 +38,34 @@ class RowParallelLinear:
         self.input_size_per_partition = inner // ranks
 
 
+HEADS, HEAD_SIZE, INNER = 8, 4, 16
+WIDTH = HEADS * HEAD_SIZE
+
+
+def make_layers(rank, ranks, kv_heads):
+    """The layers of one rank, by module path."""
+    return {
+        "m.qkv_proj": QKVParallelLinear(rank, ranks, HEADS, kv_heads, HEAD_SIZE),
+        "m.gate_up_proj": MergedColumnParallelLinear(rank, ranks, INNER, WIDTH),
+        "m.down_proj": RowParallelLinear(rank, ranks, INNER, WIDTH),
+    }
+
+
+def matrix_shapes(kv_heads):
+    """The shapes of the Hugging Face matrices that these layers hold."""
+    key_value = (kv_heads * HEAD_SIZE, WIDTH)
+    shapes = {"q_proj": (WIDTH, WIDTH), "k_proj": key_value, "v_proj": key_value}
+    return shapes | {"gate_proj": (INNER, WIDTH), "up_proj": (INNER, WIDTH), "down_proj": (WIDTH, INNER)}
+
+
 @pytest.mark.parametrize(("ranks", "kv_heads"), [(1, 2), (2, 2), (4, 2), (2, 4), (8, 1)])
 def test_shards_of_all_ranks_tile_each_matrix(ranks, kv_heads):
     """Every element of every matrix is on one rank, at its place in the fused layer; key-value heads may be on several."""
-    heads, size, inner = 8, 4, 16
-    shapes = {"q_proj": (32, 32), "k_proj": (kv_heads * size, 32), "v_proj": (kv_heads * size, 32)}
-    shapes |= {"gate_proj": (inner, 32), "up_proj": (inner, 32), "down_proj": (32, inner)}
+    shapes = matrix_shapes(kv_heads)
     matrices = {name: np.arange(np.prod(shape)).reshape(shape) for name, shape in shapes.items()}
     counts = {name: np.zeros(shape, int) for name, shape in shapes.items()}
     for rank in range(ranks):
-        layers = {
-            "m.qkv_proj": QKVParallelLinear(rank, ranks, heads, kv_heads, size),
-            "m.gate_up_proj": MergedColumnParallelLinear(rank, ranks, inner, 32),
-            "m.down_proj": RowParallelLinear(rank, ranks, inner, 32),
-        }
-        for path, layer in layers.items():
+        for path, layer in make_layers(rank, ranks, kv_heads).items():
             shards = list(layer_shards(path, layer))
             fused = np.concatenate([matrices[s.module[2:]][slice(*s.rows), slice(*s.cols)] for s in shards])
             for index, shard in enumerate(shards):
@@ -90,16 +103,8 @@ def test_sglang_paths_of_modules():
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_updates_of_shards_equal_updates_of_complete_matrices(dtype, ranks):
     """Bit for bit, with stochastic rounding, on every rank."""
-    heads, kv_heads, size, inner = 8, 2, 4, 16
-    shapes = {
-        "q_proj": (32, 32),
-        "k_proj": (8, 32),
-        "v_proj": (8, 32),
-        "gate_proj": (inner, 32),
-        "up_proj": (inner, 32),
-    }
-    shapes |= {"down_proj": (32, inner)}
-    trained = [TrainedTensor(f"m.{name}.weight", shape, "matrix", 2) for name, shape in shapes.items()]
+    kv_heads = 2
+    trained = [TrainedTensor(f"m.{name}.weight", shape, "matrix", 2) for name, shape in matrix_shapes(kv_heads).items()]
     torch.manual_seed(0)
     initial = {t.name: torch.randn(t.shape).to(dtype) for t in trained}
     updates = [Update(((3, 2**-10), (9, -(2**-9))), keep=1 - 2**-8), Update(((4, 2**-8),))]
@@ -109,13 +114,8 @@ def test_updates_of_shards_equal_updates_of_complete_matrices(dtype, ranks):
     )
     reference.replay(updates)
     for rank in range(ranks):
-        layers = {
-            "m.qkv_proj": QKVParallelLinear(rank, ranks, heads, kv_heads, size),
-            "m.gate_up_proj": MergedColumnParallelLinear(rank, ranks, inner, 32),
-            "m.down_proj": RowParallelLinear(rank, ranks, inner, 32),
-        }
         shards = {}
-        for path, layer in layers.items():
+        for path, layer in make_layers(rank, ranks, kv_heads).items():
             layer_map = {f"{shard.module}.weight": shard for shard in layer_shards(path, layer)}
             values = [initial[name][slice(*shard.rows), slice(*shard.cols)] for name, shard in layer_map.items()]
             layer.weight = torch.nn.Parameter(torch.cat(values).contiguous(), requires_grad=False)
