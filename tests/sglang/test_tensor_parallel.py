@@ -44,10 +44,10 @@ def test_two_ranks_find_the_slopes_of_one_over_200_steps(engines):
     slopes = []
     for number in range(200):
         batch, probes = words_batch(4, seed=number), estimator.ask(number)
-        found = [estimator.tell(probes, objective(e.score(batch, probes), batch))[0] for e in engines]
-        slopes.append([slope.value for slope in found])
+        pair = [estimator.tell(probes, objective(e.score(batch, probes), batch))[0] for e in engines]
+        slopes.append([slope.value for slope in pair])
         for engine in engines:
-            engine.apply([update((found[0].seed, 1e-4 * found[0].value))])
+            engine.apply([update((pair[0].seed, 1e-4 * pair[0].value))])
     theirs = np.array(slopes)[:, 1]
     assert np.abs(np.array(slopes)[:, 0] - theirs).max() <= 1e-3 * np.sqrt(np.mean(theirs**2))
     assert ours.digest() == reference.digest()

@@ -96,8 +96,8 @@ def test_exported_adapter_scores_like_the_run_on_sglang_and_peft(run, tmp_path):
     from mezzo.types import Probe
     from tests.sglang.conftest import WORDS, words_batch
 
-    served = api.evaluate(run.out, data=TEST, engine="sglang")
-    assert served.accuracy == pytest.approx(run.accuracy, abs=2 / 615)
+    evaluation = api.evaluate(run.out, data=TEST, engine="sglang")
+    assert evaluation.accuracy == pytest.approx(run.accuracy, abs=2 / 615)
 
     api.export(run.out, "adapter", out=tmp_path / "adapter", at=run.steps)
     expected, _ = api.rebuilt(run.out, at=run.steps)
@@ -117,8 +117,8 @@ def test_exported_adapter_scores_like_the_run_on_sglang_and_peft(run, tmp_path):
         )
     finally:
         engine.close()
-    found = [{t: v for v, t, *_ in a["meta_info"]["output_token_ids_logprobs"][0]} for a in answers]
-    np.testing.assert_allclose([[f[w] for w in WORDS] for f in found], scores, atol=1e-4)
+    logprobs = [{t: v for v, t, *_ in a["meta_info"]["output_token_ids_logprobs"][0]} for a in answers]
+    np.testing.assert_allclose([[by_word[w] for w in WORDS] for by_word in logprobs], scores, atol=1e-4)
 
     model = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(locate(MODEL), dtype=torch.float32), str(tmp_path / "adapter")

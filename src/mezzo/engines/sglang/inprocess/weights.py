@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,20 +32,6 @@ class WorkerPlan:
     adapters: tuple[str, ...]
 
 
-class WorkerWeights(Protocol):
-    """The trained tensors of one space."""
-
-    def write_probes(self, probes: Sequence[Probe]) -> list[str | None]:
-        """Write the probes into adapter slots; return the adapter id of each (None: the base weights are the probe)."""
-        ...
-
-    def apply(self, update: Update) -> None: ...
-
-    def state(self) -> list[TensorPart]: ...
-
-    def load(self, tensors: Mapping[str, Array]) -> None: ...
-
-
 class LoraWeights:
     """LoRA factors, complete on every rank because they are small."""
 
@@ -58,6 +43,7 @@ class LoraWeights:
             slots.refuse_padding(trained)
 
     def write_probes(self, probes: Sequence[Probe]) -> list[str | None]:
+        """Write the probes into adapter slots; return the adapter id of each."""
         slots = self.slots.make_resident()[: len(probes)]
         if not self._write_flat_buffers(slots, probes):
             self.slots.write(
@@ -116,6 +102,7 @@ class MatrixWeights:
         self.matrices = MatrixShards(plan.trained, shards, self.source)
 
     def write_probes(self, probes: Sequence[Probe]) -> list[str | None]:
+        """Write the probes into adapter slots; return the adapter id of each, None for the base weights."""
         self.slots.write(
             (slot, module, a, b)
             for slot, probe in zip(self.slots.make_resident(), probes, strict=False)
@@ -134,4 +121,5 @@ class MatrixWeights:
             self.matrices.load(name, to_tensor(values))
 
 
-WEIGHTS: dict[str, type[LoraWeights] | type[MatrixWeights]] = {"lora": LoraWeights, "matrices": MatrixWeights}
+WorkerWeights = LoraWeights | MatrixWeights
+WEIGHTS: dict[str, type[WorkerWeights]] = {"lora": LoraWeights, "matrices": MatrixWeights}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cProfile
 import io
 import pstats
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from mezzo.types import Batch, Probe, Scores, Update
 
 
 class Worker:
-    """One rank of the engine; lives as long as its scheduler."""
+    """One rank of the engine; lives as long as its scheduler. The driver calls the public methods by name."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
@@ -28,9 +28,9 @@ class Worker:
         self.weights: WorkerWeights | None = None
 
     def handle(self, function: str, values: Mapping[str, Any], updates: Sequence[Update] = ()) -> Any:
-        """Apply the pending updates, then call a function of this worker."""
+        """Apply the pending updates, then call a method of this worker."""
         self._apply(updates)
-        return _FUNCTIONS[function](self, **values)
+        return getattr(self, function)(**values)
 
     def open(self, plan: WorkerPlan) -> None:
         """Create the trained tensors. In a space that SGLang cannot train, there are none and the base model is scored."""
@@ -50,11 +50,11 @@ class Worker:
             for first in range(0, len(probes), members):
                 if first:
                     self.forward.flush()  # the same slots are about to hold other probes
-                served = self._serve_probes(probes[first : first + members])
+                served_probes = self._serve_probes(probes[first : first + members])
                 for start in range(0, len(every), rows):
                     unit = every[start : start + rows]
-                    values = self.forward.score(unit, served, batch.readout, every).numpy()
-                    for index in range(len(served)):
+                    values = self.forward.score(unit, served_probes, batch.readout, every).numpy()
+                    for index in range(len(served_probes)):
                         write_scores(scores, first + index, unit, values[index])
         finally:
             self.forward.flush()  # a failed forward must not leave SGLang's pools half full either
@@ -116,20 +116,3 @@ class Worker:
         """Write the probes into the adapter slots, and give each a key of its own in the prefix cache."""
         self.forward.refuse_other_requests()
         return [ServedProbe(adapter, f"mezzo-{i}-") for i, adapter in enumerate(self._write_probes(probes))]
-
-
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (
-        Worker.open,
-        Worker.score,
-        Worker.write_probes,
-        Worker.state,
-        Worker.load,
-        Worker.flush_cache,
-        Worker.resident_adapters,
-        Worker.score_base,
-        Worker.profile,
-    )
-}
-"""What the driver may call."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,20 +19,6 @@ from mezzo.types import Probe, Update
 AdapterTensors = dict[str, Tensor]
 WriteWeights = Callable[[Sequence[tuple[str, Tensor]]], None]
 """Sends named tensors to the loader of every server."""
-
-
-class ClientWeights(Protocol):
-    """The trained tensors of one space."""
-
-    def adapters(self, probes: Sequence[Probe]) -> list[AdapterTensors | None]:
-        """The adapter of each probe; None where the servers' own weights are the probe."""
-        ...
-
-    def apply(self, updates: Sequence[Update]) -> None: ...
-
-    def state(self) -> dict[str, Array]: ...
-
-    def load(self, tensors: Mapping[str, Array]) -> None: ...
 
 
 class FrozenModel:
@@ -58,6 +43,7 @@ class UploadedLora:
         self.population = lora_population(facts.trained, facts.frozen, spec.seed, source)
 
     def adapters(self, probes: Sequence[Probe]) -> list[AdapterTensors | None]:
+        """The adapter of each probe."""
         adapters: list[AdapterTensors] = [{} for _ in probes]
         for module, a, b in lora_factors(self.population, probes):
             for member, adapter in enumerate(adapters):
@@ -89,6 +75,7 @@ class ServerMatrices:
         self.pending_updates: list[Update] = []
 
     def adapters(self, probes: Sequence[Probe]) -> list[AdapterTensors | None]:
+        """The adapter of each probe; None where the servers' own weights are the probe."""
         adapters: list[AdapterTensors | None] = []
         for probe in probes:
             adapter: AdapterTensors = {}
@@ -114,3 +101,6 @@ class ServerMatrices:
         load_values(self.copy, tensors)
         for group in group_by_size(tensors):
             self.write(group)
+
+
+ClientWeights = FrozenModel | UploadedLora | ServerMatrices
