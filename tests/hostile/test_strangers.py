@@ -29,7 +29,11 @@ from tests.hostile.test_fuzz import evaluated, stored_header, with_header
 ROOT = Path(__file__).parents[2]
 
 
-BETWEEN_OUR_PROCESSES = ("engines/sglang/channel.py", "engines/sglang/replica.py", "parallel/orders.py")
+BETWEEN_OUR_PROCESSES = (
+    "engines/sglang/inprocess/channel.py",
+    "engines/sglang/server/replica.py",
+    "parallel/messages.py",
+)
 
 
 # ---- code

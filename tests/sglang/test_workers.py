@@ -1,4 +1,4 @@
-"""Workers that hold an SGLang engine each: the same contract, weights and scores compared at every step."""
+"""Workers with an SGLang engine each; their weights and scores are compared at every step."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ def test_two_workers_train_and_agree(tmp_path):
     assert api.verify(tmp_path / "r").ok
 
 
-def test_a_ray_actor_holds_two_ranks(tmp_path):
-    """Ray's process, and SGLang's two ranks below it: the same contract."""
+def test_ray_actor_runs_an_engine_with_two_ranks(tmp_path):
     session = api.open_session(**OPTIONS, workers=1, tp=2, ray_address="local", out=str(tmp_path / "r"))
     try:
         described = session.engine.describe()
