@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from mezzo.errors import ModelError, out_of_memory
+from mezzo.errors import ModelError, is_out_of_memory
 from mezzo.types import TensorInfo, TensorKind
 
 LAYER = re.compile(r"\.(\d+)\.")
@@ -92,7 +92,7 @@ def watched(
         with torch.no_grad():
             model(**inputs)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if out_of_memory(error):
+        if is_out_of_memory(error):
             raise
         said = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelError(

@@ -34,12 +34,8 @@ class InitialValues:
         return [(t, parameters[t.name] if t.name in parameters else self._fresh(t)) for t in trained]
 
     def partners(self, trained: Sequence[TrainedTensor], catalogue: Sequence[TensorInfo]) -> dict[str, Tensor]:
-        """The other one of a pair of which only one is trained: LoRA's factors, a prefix's keys and values."""
-        names = {t.name for t in trained}
-        if self.space.kind not in ("lora", "prefix"):
-            return {}
-        every = select(replace(self.space, only=(), layers=""), catalogue)
-        return {t.name: self._fresh(t) for t in every if t.name not in names and _partner(t.name) in names}
+        """The values of `untrained_partners`."""
+        return {t.name: self._fresh(t) for t in untrained_partners(self.space, trained, catalogue)}
 
     def _prefix_starts(self, ids: Sequence[int]) -> dict[str, Tensor]:
         """What a text gives at each attention module; without a text, some tokens of the vocabulary."""
@@ -52,17 +48,32 @@ class InitialValues:
         }
 
     def _fresh(self, trained: TrainedTensor) -> Tensor:
-        """LoRA's start: A uniform as a linear layer's weight, B zero, so that the model is unchanged at first."""
         if trained.kind == "prefix":
             return self._prefixes[trained.name]
-        if trained.kind != "lora_A":
-            return torch.zeros(trained.shape, device=self.device)
-        count, bound = int(np.prod(trained.shape)), trained.shape[1] ** -0.5
-        values = noise.uniform(self.seed, f"init/{trained.name}", count, bound)
-        return torch.from_numpy(values).view(trained.shape).to(self.device)
+        return initial_lora_factor(trained, self.seed).to(self.device)
 
 
-def _partner(name: str) -> str:
+def initial_lora_factor(trained: TrainedTensor, seed: int) -> Tensor:
+    """A uniform like a linear layer's weight, B zero, so that the model is unchanged at first."""
+    if trained.kind != "lora_A":
+        return torch.zeros(trained.shape)
+    count, bound = int(np.prod(trained.shape)), trained.shape[1] ** -0.5
+    return torch.from_numpy(noise.uniform(seed, f"init/{trained.name}", count, bound)).view(trained.shape)
+
+
+def untrained_partners(
+    space: Space, trained: Sequence[TrainedTensor], catalogue: Sequence[TensorInfo]
+) -> tuple[TrainedTensor, ...]:
+    """The other tensor of each pair of which only one is trained: LoRA factors, or a prefix's keys and values."""
+    if not space.adapter:
+        return ()
+    names = {t.name for t in trained}
+    every = select(replace(space, only=(), layers=""), catalogue)
+    return tuple(t for t in every if t.name not in names and partner_name(t.name) in names)
+
+
+def partner_name(name: str) -> str:
+    """The other tensor of a pair."""
     if name.endswith((".prefix_key", ".prefix_value")):
         a, b = prefix_names(name.rsplit(".", 1)[0])
     else:

@@ -17,7 +17,7 @@ from mezzo.tasks import load_examples, readers
 GOOD = json.dumps({"text": "fine", "label": "positive"})
 
 SEMICOLONS = ": it looks separated by ';'; save it with commas: pandas.read_csv(OLD, sep=';').to_csv(NEW, index=False)"
-MAC = ": its lines end as on old Macs (CR); save it with Unix (LF) line ends"
+MAC = ": it has the line endings of old Macs (CR); save it with Unix ones (LF)"
 
 # file name → (content, what comes after the file's path)
 BROKEN: dict[str, tuple[bytes, str]] = {
@@ -25,13 +25,13 @@ BROKEN: dict[str, tuple[bytes, str]] = {
         "\n".join([GOOD] * 16 + ['{"text": "x" "label": 1}', GOOD]).encode(),
         ", line 17: bad JSON (Expecting ',' delimiter, column 14); fix or delete that line",
     ),
-    "list.jsonl": (b"[1]\n", ", line 1: a list, not an object with columns; write one per row"),
+    "list.jsonl": (b"[1]\n", ", line 1: list is not an object with columns; write one object per row"),
     "numbers.jsonl": (b'{"text": ' + b"9" * 5000 + b"}", ", line 1: bad JSON (ValueError); fix or delete that line"),
     "deep.jsonl": (b"[" * 100_000, ", line 1: bad JSON (RecursionError); fix or delete that line"),
     "empty.jsonl": (b"", ": the file has no rows; give one with data"),
     "blank.jsonl": (b"\n \n", ": the file has no rows; give one with data"),
     "empty.csv": (b"", ": the file has no rows; give one with data"),
-    "header.csv": (b"text,label\n", ": a header and no rows; give a file with data"),
+    "header.csv": (b"text,label\n", ": a header but no rows; give a file with data"),
     "column.jsonl": (
         b'{"text": "a", "label": 1}\n{"txt": "a", "extra": 1, "label": 1}\n',
         ", line 2: no column 'text'; found 'txt', 'extra', 'label'; rename one, or "
@@ -86,24 +86,24 @@ BROKEN: dict[str, tuple[bytes, str]] = {
         b'text,label\nfine,1\n"open,1\nmore,0\n',
         ", line 3: bad csv (unexpected end of data); close or double its quotes",
     ),
-    "twice.csv": (b"text,text,label\na,b,1\n", ": the column 'text' is there twice; rename one"),
+    "twice.csv": (b"text,text,label\na,b,1\n", ": the column 'text' appears twice; rename one"),
     "object.json": (
         b'{"text": "a", "label": 1}',
         ": one object that is not a table; give a list of rows, or lists of equal length",
     ),
-    "number.json": (b"3", ": a int is not a table; give a list of objects, one per row"),
+    "number.json": (b"3", ": int is not a table; give a list of objects, one per row"),
     "bad.json": (b'[\n{"text": }\n]', ", line 2: bad JSON (Expecting value, column 10); fix or delete that line"),
     "empty.json": (b"[]", ": the file has no rows; give one with data"),
     "not.parquet": (b"PAR0", ": not a parquet file ("),
     "data.xml": (
         b"<a/>",
-        ": unknown kind of file '.xml'; use one of .jsonl, .ndjson, .json, .csv, .tsv, .txt, .parquet",
+        ": unknown file type '.xml'; use one of .jsonl, .ndjson, .json, .tsv, .csv, .txt, .parquet",
     ),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_explained_in_one_line(name: str, tmp_path: Path) -> None:
+def test_broken_file_gives_a_one_line_error(name: str, tmp_path: Path) -> None:
     content, message = BROKEN[name]
     path = tmp_path / name
     path.write_bytes(content)
@@ -115,7 +115,7 @@ def test_a_broken_file_is_explained_in_one_line(name: str, tmp_path: Path) -> No
     assert shown == f"{path}{message}" or message.endswith("(")  # pyarrow's own words follow
 
 
-def test_semicolons_within_texts_are_text(tmp_path: Path) -> None:
+def test_semicolons_in_text_are_allowed(tmp_path: Path) -> None:
     path = tmp_path / "texts.csv"
     path.write_text("fine; really\nbad\n", encoding="utf-8")
     assert [e.fields["text"] for e in load_examples(path, "sst-2", labelled=False)] == ["fine; really", "bad"]
@@ -126,7 +126,7 @@ def test_semicolons_within_texts_are_text(tmp_path: Path) -> None:
     assert load_examples(path, "sst-2")[0].fields["text"] == "fine; really"
 
 
-def test_a_missing_file_suggests_its_neighbour(tmp_path: Path) -> None:
+def test_missing_file_suggests_a_similar_name(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(GOOD, encoding="utf-8")
     with pytest.raises(DataError, match=r"^no file '.*tran.jsonl'; did you mean 'train.jsonl'\?$"):
         load_examples(tmp_path / "tran.jsonl", "sst-2")
@@ -134,13 +134,13 @@ def test_a_missing_file_suggests_its_neighbour(tmp_path: Path) -> None:
         load_examples(tmp_path / "nowhere" / "x.jsonl", "sst-2")
 
 
-def test_a_folder_under_a_files_name_is_no_file(tmp_path: Path) -> None:
+def test_folder_with_a_file_suffix_is_treated_as_a_folder(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").mkdir()
-    with pytest.raises(DataError, match="is a folder: state a split; found no data files"):
+    with pytest.raises(DataError, match="is a folder: name a split; found no data files"):
         load_examples(tmp_path / "a.jsonl", "sst-2")
 
 
-def test_a_monstrous_line_is_refused_before_it_fills_the_memory(tmp_path: Path, monkeypatch: Any) -> None:
+def test_overlong_line_is_rejected_before_it_fills_memory(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(readers, "MAX_LINE", 1000)
     path = tmp_path / "one.jsonl"
     path.write_text(GOOD + "\n" + "x" * 1001, encoding="utf-8")
@@ -154,7 +154,7 @@ def test_long_cells_are_read(tmp_path: Path) -> None:
     assert len(load_examples(path, "sst-2")[0].fields["text"]) == 200_000
 
 
-def test_another_encoding_can_be_stated(tmp_path: Path) -> None:
+def test_encoding_can_be_chosen(tmp_path: Path) -> None:
     path = tmp_path / "latin.txt"
     path.write_bytes("1 café\n".encode("latin-1"))
     assert load_examples(path, "sst-2", encoding="latin-1")[0].fields == {"text": "café"}
@@ -162,14 +162,14 @@ def test_another_encoding_can_be_stated(tmp_path: Path) -> None:
         load_examples(path, "sst-2", encoding="latin-one")
 
 
-def test_pairs_do_not_fit_in_lines(tmp_path: Path) -> None:
+def test_text_lines_are_rejected_for_pair_tasks(tmp_path: Path) -> None:
     path = tmp_path / "pairs.txt"
     path.write_text("1 a b\n", encoding="utf-8")
-    with pytest.raises(DataError, match="a line holds one text, and the task has 'premise', 'hypothesis'; use jsonl"):
+    with pytest.raises(DataError, match="a line holds one text, but the task has 'premise', 'hypothesis'; use jsonl"):
         load_examples(path, "rte")
 
 
-def test_parquet_without_pyarrow_names_the_package(tmp_path: Path, monkeypatch: Any) -> None:
+def test_parquet_without_pyarrow_names_the_missing_package(tmp_path: Path, monkeypatch: Any) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(b"PAR1")
     real = builtins.__import__
@@ -187,16 +187,16 @@ def test_parquet_without_pyarrow_names_the_package(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (3, "a int is not data; give a path, a list of dicts or a dataset"),
-        ([], "the data: no rows; give data with some"),
-        (["a"], "the data, row 1: a str, not an object with columns; write one per row"),
+        (3, "int is not data; give a path, a list of dicts or a dataset"),
+        ([], "the data: no rows; give data that has some"),
+        (["a"], "the data, row 1: str is not an object with columns; write one object per row"),
         (
             [{"text": "a", "label": None}],
             "the data, row 1: no label; give one, or delete the row (in Python, load_examples skips such rows: labelled='skip')",
         ),
     ],
 )
-def test_wrong_objects_are_explained(data: Any, message: str) -> None:
+def test_wrong_objects_give_a_one_line_error(data: Any, message: str) -> None:
     with pytest.raises(DataError) as caught:
         load_examples(data, "sst-2")
     assert str(caught.value) == message
@@ -223,7 +223,7 @@ fragments = st.sampled_from(
     task=st.sampled_from(["sst-2", "rte", "copa", "record", "squad", "cola"]),
     labelled=st.sampled_from([True, False, "skip"]),
 )
-def test_any_bytes_are_read_or_explained_in_one_line(
+def test_arbitrary_bytes_load_or_give_a_one_line_error(
     content: bytes, suffix: str, task: str, labelled: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / f"any{suffix}"
@@ -252,11 +252,11 @@ json_values = st.recursive(
         )
     )
 )
-def test_any_rows_are_read_or_explained(rows: list[dict[str, Any]]) -> None:
+def test_arbitrary_rows_load_or_give_a_one_line_error(rows: list[dict[str, Any]]) -> None:
     for task in ("sst-2", "record", "multirc", "squad"):
         assert "\n" not in outcome(rows, task, labelled=False)
 
 
-def test_nothing_but_unlabelled_rows_is_nothing() -> None:
-    with pytest.raises(DataError, match=r"^the data: no rows with a label; give data with some$"):
+def test_only_unlabelled_rows_is_an_error_with_skip() -> None:
+    with pytest.raises(DataError, match=r"^the data: no rows with a label; give data that has some$"):
         load_examples([{"text": "a", "label": -1}], "sst-2", labelled="skip")

@@ -1,4 +1,4 @@
-"""The tasks of the reference, row by row; and how a user's own are found and checked."""
+"""The published tasks, one by one, and how a user's own tasks are found and checked."""
 
 from __future__ import annotations
 
@@ -103,26 +103,26 @@ CAUSAL: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", MASKED)
-def test_masked_task_is_the_references(name: str) -> None:
+def test_masked_task_matches_the_published_one(name: str) -> None:
     task = get_task(name)
     assert (task.template, task.word_of, task.max_length, task.metric) == MASKED[name]
     assert task.family == "masked"
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_causal_task_is_the_references(name: str) -> None:
+def test_causal_task_matches_the_published_one(name: str) -> None:
     fields, prompt, answers = CAUSAL[name]
     task = get_task(name, family="causal")
     assert task.render(Example(fields)) == prompt
     assert task.answers(Example(fields)) == answers
 
 
-def test_copa_asks_for_an_effect_with_so() -> None:
+def test_copa_effect_prompt_ends_with_so() -> None:
     fields = {**CAUSAL["copa"][0], "question": "effect"}
     assert get_task("copa").render(Example(fields)) == "It fell so"
 
 
-def test_nothing_else_is_registered() -> None:
+def test_no_other_tasks_are_registered() -> None:
     listed = [(task.family, task.name) for task in list_tasks()]
     assert sorted(listed) == sorted(
         [("masked", name) for name in MASKED] + [("causal", name) for name in (*CAUSAL, "reviews")]
@@ -130,14 +130,14 @@ def test_nothing_else_is_registered() -> None:
 
 
 @pytest.mark.parametrize("task", list_tasks(), ids=lambda task: f"{task.family}-{task.name}")
-def test_every_task_describes_itself_and_survives_a_round_trip(task: Task) -> None:
+def test_task_description_and_dict_round_trip(task: Task) -> None:
     shown = task.describe()
     assert shown["example"] and shown["words"] == task.word_of and shown["metric"] == task.metric
     assert ("[MASK]" in shown["example"]) == (task.family == "masked")
     assert get_task(task.as_dict()) == task
 
 
-def test_a_name_is_found_however_it_is_written_and_family_chooses() -> None:
+def test_task_name_spelling_is_lenient_and_family_selects() -> None:
     assert get_task("SST2") is get_task("sst_2") is get_task("sst-2")
     assert get_task("sst-2", "causal").family == "causal"
     assert get_task("copa").family == "causal"
@@ -155,7 +155,7 @@ urgent = "urgent"
 """
 
 
-def test_a_users_task_is_a_small_toml_file(tmp_path: Path) -> None:
+def test_task_from_a_toml_file(tmp_path: Path) -> None:
     path = tmp_path / "tickets.toml"
     path.write_text(TOML, encoding="utf-8")
     task = get_task(str(path))
@@ -168,19 +168,19 @@ def test_a_users_task_is_a_small_toml_file(tmp_path: Path) -> None:
 
 MINE = {"columns": ["text"], "template": "It was [MASK].", "labels": ["a", "b"], "words": ["good", "bad"]}
 
-WRONG_TASKS: list[tuple[dict[str, Any], str]] = [
+INVALID_TASKS: list[tuple[dict[str, Any], str]] = [
     ({"lables": ["a"]}, "your task: unknown key 'lables'; did you mean 'labels'?"),
     ({"family": "mask"}, "task 'custom': family 'mask' is not one of masked, causal; did you mean 'masked'?"),
     ({"metric": "f2"}, "task 'custom': metric 'f2' is not one of accuracy, f1, matthews; did you mean 'f1'?"),
     ({"max_length": 0}, "task 'custom': max_length is 0; give a positive number of tokens"),
     ({"columns": "text"}, "task 'custom': columns is 'text'; give a list, such as ['text']"),
-    ({"template": 3}, "task 'custom': template is 3; give a text"),
+    ({"template": 3}, "task 'custom': template is 3; give a string"),
     ({"id_orders": ["a", "b"]}, "task 'custom': id_orders is ['a', 'b']; give a table"),
     ({"columns": []}, "task 'custom': no columns; name the data's text columns, such as columns = ['text']"),
     ({"words": ["good"]}, "task 'custom': 1 words for 2 labels; give one word per label, in order"),
-    ({"words": ["good", "good"]}, "task 'custom': 'good' is twice in words; each must differ"),
+    ({"words": ["good", "good"]}, "task 'custom': 'good' appears twice in words; each must be different"),
     ({"words": ["good", " "]}, "task 'custom': the word of label 'b' is empty"),
-    ({"words": {"a": "good", "c": "bad"}}, "task 'custom': a word for 'c', not a label of a, b"),
+    ({"words": {"a": "good", "c": "bad"}}, "task 'custom': a word for 'c', but the labels are a, b"),
     ({"words": {"a": "good"}}, "task 'custom': no word for label 'b'; give one per label"),
     (
         {"labels": ["a"], "words": ["good"]},
@@ -195,14 +195,14 @@ WRONG_TASKS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), WRONG_TASKS)
-def test_a_wrong_task_is_refused_with_a_remedy(changes: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("changes", "message"), INVALID_TASKS)
+def test_invalid_task_is_rejected_with_a_remedy(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(TaskError) as caught:
         get_task({**MINE, **changes})
     assert str(caught.value) == message
 
 
-def test_a_missing_key_or_file_or_name_is_explained(tmp_path: Path) -> None:
+def test_missing_key_file_or_name_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(
         TaskError, match=r"^your task: no 'template'; a task needs columns, template, labels and words$"
     ):
@@ -218,12 +218,12 @@ def test_a_missing_key_or_file_or_name_is_explained(tmp_path: Path) -> None:
         get_task("qqqqqqqq")
     with pytest.raises(TaskError, match=r"^task 'mnli' is masked, not causal; the causal tasks are boolq"):
         get_task("mnli", "causal")
-    with pytest.raises(TaskError, match="is masked, and causal is asked for"):
+    with pytest.raises(TaskError, match="is masked, but causal was requested"):
         get_task({**MINE, "family": "masked"}, "causal")
     assert get_task({**MINE, "template": "It was"}, "causal").family == "causal"
 
 
-def test_replace_checks_again() -> None:
+def test_replace_validates_the_new_task() -> None:
     task = get_task("sst-2").replace(
         template="{text} All in all, [MASK].", words={"positive": "good", "negative": "bad"}
     )
@@ -234,7 +234,7 @@ def test_replace_checks_again() -> None:
         task.replace(tempalte="x")
 
 
-def test_mlm_config_takes_names_or_the_datas_ids() -> None:
+def test_mlm_config_accepts_label_names_or_ids() -> None:
     sst2, mnli = get_task("sst-2"), get_task("mnli")
     named = MLMConfig("{text} So [MASK].", {"positive": "good", "negative": "bad"}).apply(sst2)
     assert (named.template, named.word_of) == ("{text} So [MASK].", {"negative": "bad", "positive": "good"})
@@ -247,11 +247,11 @@ def test_mlm_config_takes_names_or_the_datas_ids() -> None:
     assert by_id.apply(mnli.replace(id_order="hub")).word_of == mnli.word_of
     with pytest.raises(TaskError, match="label_word_mapping has ids"):
         MLMConfig(label_word_mapping={1: "bad", 2: "good"}).apply(sst2)
-    with pytest.raises(TaskError, match="a word for 'postive', not a label of negative, positive; did you mean"):
+    with pytest.raises(TaskError, match="a word for 'postive', but the labels are negative, positive; did you mean"):
         MLMConfig(label_word_mapping={"negative": "bad", "postive": "good"}).apply(sst2)
 
 
-def test_bundled_data_is_none_when_there_is_none() -> None:
+def test_bundled_data_is_none_for_tasks_without_data() -> None:
     assert bundled_data("sst-2", "train") is None
     found = bundled_data("reviews", "train")
     assert found is None or found.name == "train.jsonl"

@@ -1,4 +1,4 @@
-"""Encoded ids against an independent, plain implementation of the grammar; and what every prompt must satisfy."""
+"""Encoded ids against an independent implementation of the grammar, and properties of every prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mezzo.types import Example, Readout
 
 MASKED = [task for task in list_tasks() if task.family == "masked"]
 
-# --- a plain implementation of the grammar: one function, no shared code
+# --- a reference implementation of the grammar: one function that shares no code
 
 
 @cache
@@ -41,8 +41,10 @@ def text_only(backend: str, continues: bool) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(spec))
 
 
-def plain(tokenizer: Any, template: str, texts: list[str], max_length: int) -> tuple[list[int], list[int], int]:
-    """ids, segments and mask position of a template, token by token as the reference's table says."""
+def reference_encoding(
+    tokenizer: Any, template: str, texts: list[str], max_length: int
+) -> tuple[list[int], list[int], int]:
+    """ids, segments and mask position of a template, token by token as in the published table."""
     backend = tokenizer.backend_tokenizer.to_str()
     parts: list[list[int]] = []
     cuttable: list[int] = []
@@ -73,7 +75,7 @@ def plain(tokenizer: Any, template: str, texts: list[str], max_length: int) -> t
             parts.append(text_only(backend, started).encode(text, add_special_tokens=False).ids)
             started = True
         kinds.append(token)
-    while sum(map(len, parts)) > max_length:  # the longest text gives way, the later one of equals
+    while sum(map(len, parts)) > max_length:  # cut the longest text, the later one of equals
         longest = max(cuttable, key=lambda i: (len(parts[i]), i))
         parts[longest].pop()
     segments: list[int] = []
@@ -125,12 +127,12 @@ def example_of(task: Task, texts: list[str], label: int = 0) -> Example:
 
 
 @pytest.mark.parametrize("task", MASKED, ids=lambda task: task.name)
-def test_every_masked_task_equals_the_plain_grammar(task: Task, tokenizer: Any) -> None:
+def test_masked_tasks_match_the_reference_grammar(task: Task, tokenizer: Any) -> None:
     encoder = Encoder(task, tokenizer)
     for first in [*ODD, "word " * 10_000]:
         texts = [first, "Another one.", "And a third."][: len(task.columns)]
         prompt = encoder.encode(example_of(task, texts, label=1))
-        ids, segments, position = plain(tokenizer, task.template, texts, task.max_length)
+        ids, segments, position = reference_encoding(tokenizer, task.template, texts, task.max_length)
         assert (list(prompt.ids), list(prompt.segments), prompt.position) == (ids, segments, position), first
         assert prompt.label == 1
 
@@ -155,19 +157,19 @@ def templates(draw: st.DrawFn) -> str:
 @pytest.mark.parametrize("name", ["byte-level", "unigram", "sentencepiece bpe"])
 @anything
 @given(template=templates(), texts=st.tuples(some_text, some_text), max_length=st.integers(40, 80))
-def test_every_template_equals_the_plain_grammar(
+def test_random_templates_match_the_reference_grammar(
     name: str, tokenizers: dict[str, Any], template: str, texts: tuple[str, str], max_length: int
 ) -> None:
     tokenizer = tokenizers[name]
     task = get_task("rte").replace(template=template)
     prompt = Encoder(task, tokenizer, max_length=max_length).encode(example_of(task, list(texts)))
-    expected = plain(tokenizer, template, list(texts), max_length)
+    expected = reference_encoding(tokenizer, template, list(texts), max_length)
     assert (list(prompt.ids), list(prompt.segments), prompt.position) == expected
 
 
 @anything
 @given(text=some_text)
-def test_special_tokens_in_user_text_are_text(tokenizers: dict[str, Any], text: str) -> None:
+def test_special_tokens_in_user_text_stay_text(tokenizers: dict[str, Any], text: str) -> None:
     for tokenizer in tokenizers.values():
         prompt = Encoder("sst-2", tokenizer).encode(Example({"text": text}))
         special = [i for i in prompt.ids if i in tokenizer.all_special_ids and i != tokenizer.unk_token_id]
@@ -177,7 +179,7 @@ def test_special_tokens_in_user_text_are_text(tokenizers: dict[str, Any], text: 
 
 @pytest.mark.parametrize("word", ["word ", "<mask> ", "😀", "x"])
 @pytest.mark.parametrize("max_length", [16, 17, 128])
-def test_a_long_text_is_cut_and_the_template_is_not(word: str, max_length: int, tokenizer: Any) -> None:
+def test_long_text_is_truncated_but_not_the_template(word: str, max_length: int, tokenizer: Any) -> None:
     for name in ("sst-2", "mnli"):
         task = get_task(name)
         texts = [word * 1_000] * len(task.columns)
@@ -189,7 +191,7 @@ def test_a_long_text_is_cut_and_the_template_is_not(word: str, max_length: int, 
             assert len(prompt.ids) == max_length
 
 
-def test_sentence_limits_cap_each_text(roberta: Any) -> None:
+def test_first_and_other_limit_cap_each_text(roberta: Any) -> None:
     task = get_task("rte").replace(first_limit=3, other_limit=2)
     prompt = Encoder(task, roberta).encode(example_of(task, ["a a a a a a.", "a a a a."]))
     assert len(prompt.ids) == 1 + 3 + 1 + 1 + 1 + 2 + 1
@@ -205,7 +207,7 @@ def test_segments_advance_after_sep_plus(roberta: Any) -> None:
     ("name", "plain_template"),
     [("sst-2", "It was [MASK]."), ("sst-2", "{text} It was [MASK]."), ("mnli", "? [MASK],"), ("mrpc", "[MASK],")],
 )
-def test_plain_templates_give_the_same_ids(name: str, plain_template: str, tokenizer: Any) -> None:
+def test_plain_templates_give_the_same_ids_as_star_templates(name: str, plain_template: str, tokenizer: Any) -> None:
     task = get_task(name)
     example = example_of(task, ["A fine film.", "It was good."][: len(task.columns)])
     assert Encoder(task.replace(template=plain_template), tokenizer).encode(example) == Encoder(task, tokenizer).encode(
@@ -213,18 +215,18 @@ def test_plain_templates_give_the_same_ids(name: str, plain_template: str, token
     )
 
 
-def test_a_label_token_writes_that_labels_word(roberta: Any) -> None:
+def test_label_token_inserts_the_word_of_that_label(roberta: Any) -> None:
     task = get_task("sst-2").replace(template="*cls**label_1**sent_0**mask**sep+*")
     encoder = Encoder(task, roberta)
     assert encoder.encode(Example({"text": "a"})).ids[1] == encoder.readout.words[1]
 
 
-def test_render_shows_what_the_model_sees(roberta: Any) -> None:
+def test_render_includes_special_tokens_and_truncation(roberta: Any) -> None:
     encoder = Encoder("sst-2", roberta, max_length=9)
     assert encoder.render(Example({"text": " a film a film a film "})) == "<s>a film a It was<mask>.</s>"
 
 
-def test_batches_carry_prompts_labels_and_the_readout(roberta: Any) -> None:
+def test_batch_has_labels_and_readout(roberta: Any) -> None:
     encoder = Encoder("sst-2", roberta, vocabulary=True)
     batch = encoder.batch([Example({"text": "a"}, 1), Example({"text": "b"})])
     assert batch.labels.tolist() == [1, -1]
@@ -239,7 +241,7 @@ def ids_of(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def test_a_causal_prompt_begins_with_what_its_tokenizer_adds(opt: Any, roberta: Any) -> None:
+def test_causal_prompt_begins_with_the_bos_its_tokenizer_adds(opt: Any, roberta: Any) -> None:
     task = get_task("sst-2", "causal")
     with_bos = Encoder(task, opt).encode(Example({"text": "a film ."}, 1))
     assert with_bos.ids == (opt.bos_token_id, *ids_of(opt, "a film . It was"))
@@ -248,14 +250,14 @@ def test_a_causal_prompt_begins_with_what_its_tokenizer_adds(opt: Any, roberta: 
     assert without.ids == ids_of(roberta, "a film . It was")
 
 
-def test_single_token_answers_are_read_as_words_after_the_prompts_last_token(opt: Any) -> None:
+def test_single_token_answers_use_the_words_readout(opt: Any) -> None:
     sst2, rte = (Encoder(get_task(name, "causal"), opt) for name in ("sst-2", "rte"))
     assert sst2.readout == Readout("words", words=ids_of(opt, " terrible") + ids_of(opt, " great"))
     # the prompt ends in a newline: no space
     assert rte.readout.kind == "candidates" or rte.readout.words == ids_of(opt, "Yes") + ids_of(opt, "No")
 
 
-def test_longer_answers_become_candidates(opt: Any) -> None:
+def test_longer_answers_use_the_candidates_readout(opt: Any) -> None:
     task = get_task("sst-2", "causal").replace(words=("not very good", "great"))
     encoder = Encoder(task, opt)
     assert encoder.readout == Readout("candidates")
@@ -269,13 +271,13 @@ def test_longer_answers_become_candidates(opt: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["byte-level", "unigram", "sentencepiece bpe", "wordpiece"])
-def test_prompt_and_answer_join_as_running_text(name: str, tokenizers: dict[str, Any]) -> None:
+def test_prompt_plus_answer_tokenizes_like_the_joined_text(name: str, tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers[name]
     prompt = Encoder(get_task("sst-2", "causal"), tokenizer, readout="candidates").encode(Example({"text": "a film"}))
     assert prompt.ids + prompt.candidates[1] == ids_of(tokenizer, "a film It was great")
 
 
-def test_a_choice_has_its_own_candidates(opt: Any) -> None:
+def test_choice_takes_candidates_from_the_example(opt: Any) -> None:
     task = get_task("copa")
     prompt = Encoder(task, opt).encode(Example(dict(task.sample), 1))
     assert opt.decode(prompt.ids) == "<s>The pavement was wet because"
@@ -283,7 +285,7 @@ def test_a_choice_has_its_own_candidates(opt: Any) -> None:
     assert prompt.label == 1
 
 
-def test_a_generation_scores_its_gold_answer_and_keeps_all_for_f1(opt: Any) -> None:
+def test_generation_scores_the_first_answer_and_keeps_all_for_f1(opt: Any) -> None:
     task = get_task("squad")
     example = Example({**task.sample, "answers": ["in burrows", "burrows"]}, 0)
     encoder = Encoder(task, opt)
@@ -297,7 +299,7 @@ def test_a_generation_scores_its_gold_answer_and_keeps_all_for_f1(opt: Any) -> N
 
 @anything
 @given(text=some_text, answer=some_text)
-def test_a_causal_prompt_and_its_candidates_fit_and_hold_no_special_token(opt: Any, text: str, answer: str) -> None:
+def test_causal_prompt_with_candidates_fits_and_has_no_special_tokens(opt: Any, text: str, answer: str) -> None:
     task = get_task("squad")
     fields = {"title": text, "context": text * 50, "question": text, "answers": [answer * 20]}
     prompt = Encoder(task, opt, max_length=64).encode(Example(fields, 0))
@@ -308,15 +310,15 @@ def test_a_causal_prompt_and_its_candidates_fit_and_hold_no_special_token(opt: A
     assert opt.decode(prompt.ids).endswith("\nAnswer:")
 
 
-def test_an_empty_causal_prompt_still_has_a_token_to_predict_from(roberta: Any) -> None:
+def test_empty_causal_prompt_gets_a_bos_token(roberta: Any) -> None:
     task = get_task("sst-2", "causal").replace(template="{text}")
     assert Encoder(task, roberta).encode(Example({"text": ""})).ids == (roberta.bos_token_id,)
 
 
-# --- heads, limits, refusals
+# --- heads, limits, errors
 
 
-def test_a_head_reads_the_texts_alone(roberta: Any) -> None:
+def test_head_prompt_has_only_the_texts(roberta: Any) -> None:
     encoder = Encoder("rte", roberta, readout="head")
     prompt = encoder.encode(Example({"premise": "a", "hypothesis": "film"}, 1))
     cls, sep = roberta.cls_token_id, roberta.sep_token_id
@@ -325,11 +327,11 @@ def test_a_head_reads_the_texts_alone(roberta: Any) -> None:
     assert (prompt.position, prompt.label) == (0, 1)
 
 
-def test_a_head_works_without_a_mask_token(opt: Any) -> None:
+def test_head_needs_no_mask_token(opt: Any) -> None:
     assert Encoder("sst-2", opt, readout="head").readout.classes == 2
 
 
-def test_a_model_without_cls_has_none_in_its_prompts(make: Any) -> None:
+def test_prompt_has_no_cls_if_the_model_has_none(make: Any) -> None:
     t5 = make.unigram(cls_token=None, bos_token=None, sep_token=None, mask_token=None)
     prompt = Encoder("sst-2", t5, readout="head").encode(Example({"text": "film"}))
     assert prompt.ids == (*ids_of(t5, "film"), t5.eos_token_id)
@@ -337,7 +339,7 @@ def test_a_model_without_cls_has_none_in_its_prompts(make: Any) -> None:
         Encoder("sst-2", t5)
 
 
-def test_an_unknown_token_that_doubles_as_end_of_text_is_special(make: Any) -> None:
+def test_unk_token_that_doubles_as_eos_is_special(make: Any) -> None:
     end = "<s>"
     same = dict.fromkeys(("bos_token", "eos_token", "unk_token"), end)
     gpt2 = make.byte_level(**same, mask_token=None, cls_token=None)
@@ -346,24 +348,24 @@ def test_an_unknown_token_that_doubles_as_end_of_text_is_special(make: Any) -> N
     assert gpt2.decode(prompt.ids) == f"a {end} film It was"
 
 
-def test_refusals_say_what_to_do(roberta: Any, opt: Any) -> None:
+def test_encoder_errors_state_a_remedy(roberta: Any, opt: Any) -> None:
     with pytest.raises(TaskError, match=r"^task 'sst-2': this model has no mask token; use a masked language model"):
         Encoder("sst-2", opt)
     with pytest.raises(TaskError, match="candidates are continuations of a causal model; use --readout words"):
         Encoder("sst-2", roberta, readout="candidates")
     with pytest.raises(TaskError, match=r"unknown readout 'haed'; .* did you mean 'head'"):
         Encoder("sst-2", roberta, readout="haed")  # type: ignore[arg-type]
-    with pytest.raises(TaskError, match="a head needs labels, and the task is a generation"):
+    with pytest.raises(TaskError, match="a head needs labels, but this is a generation task"):
         Encoder("squad", opt, readout="head")
     with pytest.raises(TaskError, match="the template alone takes 6 tokens of max_length 5; raise it"):
         Encoder("sst-2", roberta, max_length=5)
-    with pytest.raises(TaskError, match=r"'[*]label_7[*]', and there are 2 labels"):
+    with pytest.raises(TaskError, match=r"'[*]label_7[*]', but there are 2 labels"):
         Encoder(get_task("sst-2").replace(template="*sent_0**mask**label_7*"), roberta)
     with pytest.raises(TaskError, match="the example has no 'text', only txt"):
         Encoder("sst-2", roberta).encode(Example({"txt": "a"}))
 
 
-def test_the_models_own_limit_holds(roberta: Any) -> None:
+def test_max_length_is_limited_by_the_model(roberta: Any) -> None:
     before = roberta.model_max_length
     try:
         roberta.model_max_length = 32

@@ -1,4 +1,4 @@
-"""Both ways of writing templates, and everything that can be wrong with one."""
+"""Both ways of writing templates, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import pytest
 from mezzo.errors import TaskError
 from mezzo.tasks import Task
 from mezzo.tasks.catalogue import T1, T2, T3, T4, T5
-from mezzo.tasks.template_ast import LabelWord, Literal, Slot, Special, append_demonstrations, prepend_demonstrations
+from mezzo.tasks.template_ast import LabelWord, Slot, SpecialToken, Text, append_demonstrations, prepend_demonstrations
 from mezzo.tasks.templates import ends_with_space, parse, render
 
 ONE, TWO = ("text",), ("premise", "hypothesis")
-CLS, MASK, SEP = Special("cls"), Special("mask"), Special("sep", advance=True)
+CLS, MASK, SEP = SpecialToken("cls"), SpecialToken("mask"), SpecialToken("sep", advance=True)
 
 TOKENS = {
-    "*cls*": Special("cls"),
-    "*bos*": Special("bos"),
-    "*eos*": Special("eos"),
-    "*sep*": Special("sep"),
-    "*sep+*": Special("sep", advance=True),
+    "*cls*": SpecialToken("cls"),
+    "*bos*": SpecialToken("bos"),
+    "*eos*": SpecialToken("eos"),
+    "*sep*": SpecialToken("sep"),
+    "*sep+*": SpecialToken("sep", advance=True),
     "*sent_0*": Slot(0),
     "*+sent_0*": Slot(0, space=True),
     "*sent-_0*": Slot(0, drop="-"),
@@ -29,19 +29,19 @@ TOKENS = {
     "*+sentu_0*": Slot(0, space=True, case="u"),
     "*+sentu-_0*": Slot(0, space=True, case="u", drop="-"),
     "*label_1*": LabelWord(1),
-    "_It_was": Literal(" It was"),
-    "?": Literal("?"),
+    "_It_was": Text(" It was"),
+    "?": Text("?"),
 }
 
 
-@pytest.mark.parametrize(("token", "piece"), TOKENS.items())
-def test_every_token_of_the_grammar(token: str, piece: object) -> None:
-    assert parse(f"*sent_0**mask*{token}", ONE, "masked") == (Slot(0), MASK, piece)
+@pytest.mark.parametrize(("token", "node"), TOKENS.items())
+def test_star_tokens_parse_to_nodes(token: str, node: object) -> None:
+    assert parse(f"*sent_0**mask*{token}", ONE, "masked") == (Slot(0), MASK, node)
 
 
-def test_a_demonstration_token_refers_to_the_demonstration() -> None:
-    pieces = parse("*sent_0**mask**sent_1**labelx_0*", ONE, "masked")
-    assert pieces[2:] == (Slot(1), LabelWord(0, of_demo=True))
+def test_demonstration_tokens_refer_to_the_demonstration() -> None:
+    nodes = parse("*sent_0**mask**sent_1**labelx_0*", ONE, "masked")
+    assert nodes[2:] == (Slot(1), LabelWord(0, of_demo=True))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_demonstration_token_refers_to_the_demonstration() -> None:
         (Slot(0, space=True), "", " "),
     ],
 )
-def test_what_a_slot_does_to_its_text(slot: Slot, text: str, shown: str) -> None:
+def test_slot_changes_its_text(slot: Slot, text: str, shown: str) -> None:
     assert slot.apply(text) == shown
 
 
@@ -81,78 +81,78 @@ def test_what_a_slot_does_to_its_text(slot: Slot, text: str, shown: str) -> None
         ("{text:u?}[MASK] *now*", None, ONE),
     ],
 )
-def test_a_plain_template_is_the_grammars(plain: str, star: str | None, columns: tuple[str, ...]) -> None:
-    pieces = parse(plain, columns, "masked")
+def test_plain_template_parses_like_its_star_template(plain: str, star: str | None, columns: tuple[str, ...]) -> None:
+    nodes = parse(plain, columns, "masked")
     if star is None:
-        assert pieces == (CLS, Slot(0, case="u", drop="?"), MASK, Literal(" *now*"), SEP)
+        assert nodes == (CLS, Slot(0, case="u", drop="?"), MASK, Text(" *now*"), SEP)
     else:
-        assert pieces == parse(star, columns, "masked")
+        assert nodes == parse(star, columns, "masked")
 
 
-def test_a_causal_prompt_keeps_its_newline_and_gives_its_spaces_to_the_answer() -> None:
-    assert parse("{text} It was  ", ONE, "causal") == (Slot(0), Literal(" It was"))
+def test_causal_prompt_keeps_trailing_newlines_but_not_spaces() -> None:
+    assert parse("{text} It was  ", ONE, "causal") == (Slot(0), Text(" It was"))
     assert not ends_with_space(parse("{text} because ", ONE, "causal"))
     assert ends_with_space(parse("{text} Yes or No?\n", ONE, "causal"))
     assert parse("It was", ONE, "causal") == parse("{text} It was", ONE, "causal")
 
 
-BROKEN = {
+INVALID = {
     ("", ONE, "masked"): "the template is empty; write one such as '{text} It was [MASK].'",
     ("{text} It was.", ONE, "masked"): (
         "the template '{text} It was.' has no mask; put [MASK] (or *mask*) where the label word goes"
     ),
     ("{text} [MASK] [MASK]", ONE, "masked"): "the template '{text} [MASK] [MASK]' has 2 masks; keep one",
     ("{text} It was [MASK].", ONE, "causal"): (
-        "the template '{text} It was [MASK].' has a mask, and the task is causal; end it where the answer begins"
+        "the template '{text} It was [MASK].' has a mask, but the task is causal; end it where the answer begins"
     ),
     ("{premise}? [MASK]", TWO, "masked"): (
         "the template '{premise}? [MASK]' has no slot for 'hypothesis'; add {hypothesis} (or *sent_1*)"
     ),
     (T1, TWO, "masked"): f"the template {T1!r} has no slot for 'hypothesis'; add {{hypothesis}} (or *sent_1*)",
-    ("{txt} [MASK]", ONE, "masked"): "the template names 'txt', not a column of text; did you mean 'text'?",
+    ("{txt} [MASK]", ONE, "masked"): "the template names 'txt', but the columns are text; did you mean 'text'?",
     ("{2} {0} {1} [MASK]", TWO, "masked"): (
-        "the template '{2} {0} {1} [MASK]' has a slot 2, and the task's texts are 0 to 1 (premise, hypothesis)"
+        "the template '{2} {0} {1} [MASK]' has a slot 2, but the task's texts are 0 to 1 (premise, hypothesis)"
     ),
     ("*cls**sent_0**maks**sep+*", ONE, "masked"): "unknown token '*maks*' in the template; did you mean 'mask'?",
     ("*cls**sent_x**mask*", ONE, "masked"): "unknown token '*sent_x*' in the template; did you mean 'sent_0'?",
     ("{text [MASK]", ONE, "masked"): "a lone '{' in the template; write '{{' for the character itself",
     ("{text:k} [MASK]", ONE, "masked"): (
-        "unknown change 'k' in '{text:k}'; use l or u (first letter), - or a mark ?!.,;:"
+        "unknown change 'k' in '{text:k}'; use l or u (first letter), - or one of ?!.,;:"
     ),
     ("so [MASK]", ("a", "b", "c"), "masked"): (
-        "a template without slots fits one or two texts, and the task has a, b, c; add slots"
+        "a template without slots fits one or two texts, but the task has a, b, c; add slots"
     ),
 }
 
 
-@pytest.mark.parametrize(("template", "columns", "family"), BROKEN)
-def test_a_broken_template_is_refused_with_a_remedy(template: str, columns: tuple[str, ...], family: str) -> None:
+@pytest.mark.parametrize(("template", "columns", "family"), INVALID)
+def test_invalid_template_is_rejected_with_a_remedy(template: str, columns: tuple[str, ...], family: str) -> None:
     with pytest.raises(TaskError) as caught:
         parse(template, columns, family)
-    assert str(caught.value) == BROKEN[template, columns, family]
+    assert str(caught.value) == INVALID[template, columns, family]
 
 
-def test_a_task_names_itself_in_its_templates_error() -> None:
+def test_template_errors_name_the_task() -> None:
     with pytest.raises(TaskError, match=r"^task 'mine': the template .* has no mask"):
         Task(name="mine", template="{text}", columns=ONE, labels=("a", "b"), words=("x", "y"))
 
 
-def test_demonstrations_follow_the_query_with_their_masks_filled() -> None:
-    pieces = append_demonstrations(parse(T2, TWO, "masked"), columns=2, count=2)
+def test_masked_demonstrations_follow_the_query_with_masks_filled() -> None:
+    nodes = append_demonstrations(parse(T2, TWO, "masked"), columns=2, count=2)
     explicit = (
         T2
         + "*sent-_2*?*labelx_0*,*+sentl_3**sep+*"  # the first demonstration, without cls
         + "*sent-_4*?*labelx_1*,*+sentl_5**sep+*"
     )
-    assert pieces == parse(explicit, TWO, "masked")
+    assert nodes == parse(explicit, TWO, "masked")
 
 
-def test_causal_demonstrations_come_first_each_with_its_answer() -> None:
-    pieces = prepend_demonstrations(parse("{text} It was", ONE, "causal"), columns=1, count=1)
-    was = Literal(" It was")
-    assert pieces == (Slot(1), was, LabelWord(0, of_demo=True), Literal("\n\n"), Slot(0), was)
+def test_causal_demonstrations_precede_the_query_with_answers() -> None:
+    nodes = prepend_demonstrations(parse("{text} It was", ONE, "causal"), columns=1, count=1)
+    was = Text(" It was")
+    assert nodes == (Slot(1), was, LabelWord(0, of_demo=True), Text("\n\n"), Slot(0), was)
 
 
-def test_rendering_needs_no_tokenizer() -> None:
+def test_render_without_a_tokenizer() -> None:
     assert render(parse(T2, TWO, "masked"), [" It rains. ", "Roads are wet."]) == "It rains? [MASK], roads are wet."
     assert render(parse(T5, ONE, "masked"), ["Who?"]) == "[MASK]: Who?"

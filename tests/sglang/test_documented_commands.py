@@ -1,4 +1,4 @@
-"""Every command on the page about SGLang, and in its examples, is one that the program it calls understands."""
+"""Every command in the documentation and the examples of SGLang is valid for the program that it calls."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ PAGES = [ROOT / "docs" / "sglang.md", *sorted((ROOT / "examples").glob("sglang*.
 
 
 def commands(program: str) -> list[list[str]]:
-    """What is said to `program`, with words in the place of what the reader fills in."""
-    found = []
+    """The arguments of each documented call of `program`, without placeholders."""
+    calls = []
     for page in PAGES:
         lines = page.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
         for line in lines:
             if at := re.match(rf"^(?:\S+=\S+ )?(?:\S*/)?{program} (.*)$", line):
                 words = shlex.split(re.sub(r"…|\.\.\.|\[.*\]", "", at[1]), comments=True)
-                found.append(words)
-    return found
+                calls.append(words)
+    return calls
 
 
-def test_commands_of_mezzo():
-    found = [words for words in commands("mezzo") if "sglang" in words]
-    assert len(found) > 6
-    for words in found:
+def test_mezzo_commands_are_valid():
+    calls = [words for words in commands("mezzo") if "sglang" in words]
+    assert len(calls) > 6
+    for words in calls:
         build().parse_args(words)
 
 
 @pytest.mark.sglang
-def test_commands_that_start_servers():
+def test_server_commands_are_valid():
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
-    found = commands("python -m sglang.launch_server")
-    assert len(found) == 3
-    for words in found:
+    calls = commands("python -m sglang.launch_server")
+    assert len(calls) == 3
+    for words in calls:
         parser.parse_args(words)

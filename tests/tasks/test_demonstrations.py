@@ -1,4 +1,4 @@
-"""Demonstrations: one per label, never the example itself, deterministic, and the first to give way."""
+"""Demonstrations: one per label, never the example itself, deterministic, and truncated first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from mezzo.errors import TaskError
 from mezzo.tasks import Encoder, get_task
 from mezzo.tasks.demonstrations import Demonstrations
-from mezzo.tasks.truncation import fit
+from mezzo.tasks.truncation import truncate_lengths
 from mezzo.types import Example
 
 POOL = [Example({"text": f"{word} {i}"}, label) for label, word in enumerate(("film", "movie")) for i in range(4)]
@@ -19,7 +19,7 @@ def ids_of(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def test_the_template_repeats_with_each_labels_word(roberta: Any) -> None:
+def test_template_is_repeated_once_per_label_with_its_word(roberta: Any) -> None:
     encoder = Encoder("sst-2", roberta, demonstrations=POOL)
     query = Example({"text": "a"}, 1)
     prompt = encoder.encode(query, demo_choice=(7, 2))
@@ -35,7 +35,7 @@ def test_the_template_repeats_with_each_labels_word(roberta: Any) -> None:
     assert [shot.label for shot in shots] == [0, 1]
 
 
-def test_pairs_bring_both_texts(roberta: Any) -> None:
+def test_demonstrations_of_pairs_contain_both_texts(roberta: Any) -> None:
     pool = [Example({"premise": f"a {i}.", "hypothesis": f"It {i}."}, i % 2) for i in range(4)]
     shown = Encoder("rte", roberta, demonstrations=pool).render(Example({"premise": "x.", "hypothesis": "y."}), (0, 0))
     first, *shots = shown.removeprefix("<s>").removesuffix("</s>").split("</s>")
@@ -44,7 +44,7 @@ def test_pairs_bring_both_texts(roberta: Any) -> None:
     assert all("?" in shot and ", it " in shot for shot in shots)
 
 
-def test_the_choice_depends_on_seed_index_and_sampling_only() -> None:
+def test_choice_depends_only_on_seed_index_and_sampling() -> None:
     task, query = get_task("sst-2"), Example({"text": "a"})
     pool = Demonstrations(task, POOL, seed=3)
     assert pool.choose(query, 5, 1) == Demonstrations(task, list(POOL), seed=3).choose(Example({"text": "b"}), 5, 1)
@@ -57,39 +57,39 @@ def test_the_choice_depends_on_seed_index_and_sampling_only() -> None:
         for index in range(10)
     }
     assert len(chosen) > 5
-    assert pool.choose(query) == pool.choose(Example({"text": "a"}, 1))  # no index: the texts decide
+    assert pool.choose(query) == pool.choose(Example({"text": "a"}, 1))  # without an index the texts count
 
 
 @pytest.mark.parametrize("index", range(20))
-def test_an_example_never_demonstrates_itself(index: int) -> None:
+def test_example_is_never_its_own_demonstration(index: int) -> None:
     pool = Demonstrations(get_task("sst-2"), POOL)
     for example in POOL:
         same = Example(dict(example.fields), example.label)
         assert all(shot.fields != same.fields for n in range(4) for shot in pool.choose(same, index, n))
 
 
-def test_demonstrations_are_cut_before_the_query(roberta: Any) -> None:
+def test_demonstrations_are_truncated_before_the_query(roberta: Any) -> None:
     pool = [Example({"text": f"a {label} " * 40}, label) for label in (0, 1)]
     query = Example({"text": "a film " * 10})
     alone = Encoder("sst-2", roberta).encode(query).ids
     for max_length in (len(alone) + 12, len(alone) + 20, 80):
         prompt = Encoder("sst-2", roberta, max_length=max_length, demonstrations=pool).encode(query)
         assert len(prompt.ids) <= max_length
-        assert prompt.ids[: len(alone)] == alone  # the query is whole
+        assert prompt.ids[: len(alone)] == alone  # the query is complete
         assert prompt.ids.count(roberta.sep_token_id) == 3  # and so is the template of each demonstration
     short = Encoder("sst-2", roberta, max_length=20, demonstrations=pool).encode(query)
     assert len(short.ids) == 20 and short.ids.count(roberta.sep_token_id) == 3
     assert short.ids[short.position] == roberta.mask_token_id
 
 
-def test_a_template_may_place_its_demonstrations_itself(roberta: Any) -> None:
+def test_template_may_contain_its_demonstrations(roberta: Any) -> None:
     task = get_task("sst-2").replace(template="*cls**sent_1**labelx_0*.*sent_0**mask**sep+*")
     encoder = Encoder(task, roberta, demonstrations=POOL)
     prompt = encoder.encode(Example({"text": "a"}))
     assert encoder.readout.words[0] in prompt.ids
-    with pytest.raises(TaskError, match="the template places demonstrations; give some"):
+    with pytest.raises(TaskError, match="the template contains demonstrations; give some"):
         Encoder(task, roberta)
-    with pytest.raises(TaskError, match=r"places more demonstrations than there are labels \(2\)"):
+    with pytest.raises(TaskError, match=r"has more demonstrations than there are labels \(2\)"):
         Encoder(task.replace(template="*sent_0**mask**labelx_2*"), roberta, demonstrations=POOL)
 
 
@@ -102,19 +102,19 @@ def test_causal_demonstrations_precede_the_query(opt: Any) -> None:
     assert last == "a It was"
 
 
-def test_refusals(roberta: Any, opt: Any) -> None:
+def test_unusable_demonstrations_are_rejected(roberta: Any, opt: Any) -> None:
     with pytest.raises(TaskError, match=r"^task 'sst-2': no demonstration of label 'positive'; give at least one"):
         Encoder("sst-2", roberta, demonstrations=POOL[:4])
     with pytest.raises(TaskError, match="the only demonstration of label 'negative' is the example itself"):
         Encoder("sst-2", roberta, demonstrations=POOL[3:]).encode(POOL[3])
-    with pytest.raises(TaskError, match="'copa' is a choice; demonstrations need a task with labels"):
+    with pytest.raises(TaskError, match="'copa' is a choice task; demonstrations need a task with labels"):
         Encoder("copa", opt, demonstrations=POOL)
     with pytest.raises(TaskError, match="a head reads the text alone"):
         Encoder("sst-2", roberta, demonstrations=POOL, readout="head")
 
 
 @pytest.mark.parametrize(
-    ("lengths", "ranks", "room", "kept"),
+    ("lengths", "ranks", "limit", "truncated"),
     [
         ([5, 7], [0, 0], 12, [5, 7]),
         ([5, 7], [0, 0], 9, [5, 4]),
@@ -126,5 +126,5 @@ def test_refusals(roberta: Any, opt: Any) -> None:
         ([], [], 3, []),
     ],
 )
-def test_fitting(lengths: list[int], ranks: list[int], room: int, kept: list[int]) -> None:
-    assert fit(lengths, ranks, room) == kept
+def test_truncate_lengths(lengths: list[int], ranks: list[int], limit: int, truncated: list[int]) -> None:
+    assert truncate_lengths(lengths, ranks, limit) == truncated

@@ -1,4 +1,4 @@
-"""bfloat16 on a GPU: the same journal gives the same bits as the torch engine; scores agree as far as rounding allows."""
+"""bfloat16 on a GPU: weights equal the torch engine's bit for bit, scores as far as rounding allows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mezzo.method.space import Space
-from tests.sglang.conftest import PAIR, both, spec_of, update, words_batch
+from tests.sglang.conftest import PAIR, open_both_engines, score_by_requests, spec_of, update, words_batch
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.gpu]
 if not torch.cuda.is_available():
@@ -17,17 +17,17 @@ SPACES = {"lora": Space("lora", rank=4, alpha=8), "matrices": Space("matrices", 
 
 @pytest.fixture(scope="module", params=SPACES)
 def engines(request):
-    yield from both(spec_of(SPACES[request.param], rows=16, device="cuda", dtype="bfloat16"))
+    yield from open_both_engines(spec_of(SPACES[request.param], rows=16, device="cuda", dtype="bfloat16"))
 
 
-def test_same_journal_same_bits(engines):
+def test_same_updates_give_same_digest_as_torch_engine(engines):
     for step in range(20):
         for engine in engines:
             engine.apply([update((100 + step, 1e-3 * (-1) ** step), (200 + step, 5e-4), keep=0.9999)])
     assert engines[0].digest() == engines[1].digest()
 
 
-def test_the_signs_differ_as_on_the_torch_engine(engines):
+def test_sign_differences_match_torch_engine(engines):
     batch = words_batch(16, prefix=tuple(range(100, 140)))
     ours, theirs = (engine.score(batch, PAIR) for engine in engines)
     ours, theirs = (scores - scores.mean(-1, keepdims=True) for scores in (ours, theirs))
@@ -35,8 +35,8 @@ def test_the_signs_differ_as_on_the_torch_engine(engines):
     assert np.corrcoef((ours[0] - ours[1]).ravel(), (theirs[0] - theirs[1]).ravel())[0, 1] > 0.99
 
 
-def test_one_call_equals_a_request_for_each(engines):
+def test_batched_scores_match_single_requests(engines):
     ours, batch = engines[0], words_batch(16)
-    found, asked = (score(batch, PAIR) for score in (ours.score, ours.score_by_requests))
-    found, asked = (scores - scores.mean(-1, keepdims=True) for scores in (found, asked))
-    assert np.abs(found - asked).max() < 1e-4
+    batched, single = ours.score(batch, PAIR), score_by_requests(ours, batch, PAIR)
+    batched, single = (scores - scores.mean(-1, keepdims=True) for scores in (batched, single))
+    assert np.abs(batched - single).max() < 1e-4

@@ -1,4 +1,4 @@
-"""Labels map by name, or by an id order that somebody declared: the same words from every source."""
+"""Labels are mapped by name or by a declared id order: the same words from every source."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def words(name: str, data: Any, **options: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("source", ["hub", "lm-bff"])
-def test_the_right_word_from_ids_of_either_source(name: str, source: str) -> None:
+def test_ids_of_both_sources_map_to_the_right_word(name: str, source: str) -> None:
     order = ORDERS[name][source]
     right = [WORDS[label] for label in order]
     assert words(name, rows(name, range(len(order))), id_order=source) == right
@@ -56,27 +56,27 @@ def test_the_right_word_from_ids_of_either_source(name: str, source: str) -> Non
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_the_right_word_from_names(name: str) -> None:
+def test_label_names_map_to_the_right_word(name: str) -> None:
     order = ORDERS[name]["hub"]
     right = [WORDS[label] for label in order]
     assert words(name, rows(name, order)) == right
     assert words(name, rows(name, [label.upper().replace("_", " ") for label in order])) == right
 
 
-def test_names_of_other_distributions_are_known() -> None:
+def test_label_aliases_are_accepted() -> None:
     hub = ["ABBR", "ENTY", "DESC", "HUM", "LOC", "NUM"]
     assert words("trec", rows("trec", hub)) == [WORDS[label] for label in ORDERS["trec"]["hub"]]
     assert words("mrpc", rows("mrpc", ["equivalent", "not_equivalent"])) == ["Yes", "No"]
 
 
 @pytest.mark.parametrize(("name", "right"), [("rte", ["Yes", "No"]), ("sst-2", ["terrible", "great"])])
-def test_ids_on_which_all_sources_agree_just_work(name: str, right: list[str]) -> None:
+def test_ids_on_which_sources_agree_need_no_id_order(name: str, right: list[str]) -> None:
     assert words(name, rows(name, [0, 1])) == right
     assert words(name, rows(name, ["0", 1.0])) == right
 
 
 @pytest.mark.parametrize("name", ["mnli", "snli", "trec", "subj"])
-def test_ids_on_which_sources_disagree_are_refused(name: str) -> None:
+def test_ids_on_which_sources_disagree_are_rejected(name: str) -> None:
     with pytest.raises(DataError) as caught:
         words(name, rows(name, [1]))
     message = str(caught.value)
@@ -84,14 +84,14 @@ def test_ids_on_which_sources_disagree_are_refused(name: str) -> None:
     assert message.endswith("; state one, such as --id-order hub")
 
 
-def test_a_task_may_state_the_order_and_the_caller_outranks_it() -> None:
+def test_id_order_of_the_caller_overrides_that_of_the_task() -> None:
     task = get_task("mnli").replace(id_order="hub")
     read = lambda **options: load_examples(rows("mnli", [0]), task, **options)[0].label  # noqa: E731
     assert task.labels[read()] == "entailment"
     assert task.labels[read(id_order="lm-bff")] == "contradiction"
 
 
-def test_an_undeclared_order_is_refused() -> None:
+def test_undeclared_id_order_is_rejected() -> None:
     task = get_task({"columns": ["text"], "template": "[MASK]", "words": {"no": "No", "yes": "Yes"}})
     with pytest.raises(
         DataError, match=r"'custom' declares no id order; state .* in its file: id_order = \['no', 'yes'\]$"
@@ -101,17 +101,17 @@ def test_an_undeclared_order_is_refused() -> None:
     assert load_examples([{"text": "a", "label": 5}], task, id_order={1: "no", 5: "yes"})[0].label == 1
     with pytest.raises(DataError, match=r"'mnli' declares no id order 'hug' \(hub, lm-bff\); .* did you mean 'hub'"):
         load_examples(rows("mnli", [0]), "mnli", id_order="hug")
-    with pytest.raises(DataError, match="id_order names 'maybe', not a label of no, yes"):
+    with pytest.raises(DataError, match="id_order names 'maybe', but the labels are no, yes"):
         load_examples([{"text": "a", "label": 0}], task, id_order=["maybe", "no"])
 
 
-def test_ids_of_an_mlm_config_are_the_datas_own() -> None:
+def test_mlm_config_ids_are_the_ids_of_the_data() -> None:
     task = MLMConfig(label_word_mapping={0: "Yes", 1: "Maybe", 2: "No"}).apply(get_task("mnli"))
     labels = [example.label for example in load_examples(rows("mnli", [2, "0"]), task)]
     assert [task.words[label] for label in labels] == ["No", "Yes"]
 
 
-def test_a_k_shot_folder_or_a_file_without_a_header_has_lm_bffs_order(tmp_path: Path) -> None:
+def test_k_shot_folders_and_headerless_files_use_the_lm_bff_order(tmp_path: Path) -> None:
     folder = tmp_path / "trec" / "16-13"
     folder.mkdir(parents=True)
     (folder / "train.csv").write_text('0,What is "it" ?\n2,"What, then ?"\n', encoding="utf-8")
@@ -123,7 +123,7 @@ def test_a_k_shot_folder_or_a_file_without_a_header_has_lm_bffs_order(tmp_path: 
     assert words("mnli", folder, split="dev") == ["No"]
 
 
-def test_names_that_a_parquet_file_carries_decide(tmp_path: Path) -> None:
+def test_label_names_in_a_parquet_file_define_its_ids(tmp_path: Path) -> None:
     table = arrow.Table.from_pylist(rows("mnli", [0, 1, 2]))
     names = {"info": {"features": {"label": {"names": list(NLI["hub"]), "_type": "ClassLabel"}, "premise": {}}}}
     table = table.replace_schema_metadata({"huggingface": json.dumps(names)})
@@ -144,15 +144,15 @@ class Dataset(list[dict[str, Any]]):
         self.features = {"label": ClassLabel(names), "premise": object()}
 
 
-def test_names_that_a_dataset_carries_decide() -> None:
+def test_label_names_in_a_dataset_define_its_ids() -> None:
     data = Dataset(rows("mnli", [0, 1, 2, -1]), NLI["hub"])
     assert words("mnli", data, labelled="skip") == ["Yes", "Maybe", "No"]
     assert words("mnli", {"train": data}, split="train", labelled="skip") == ["Yes", "Maybe", "No"]
-    with pytest.raises(DataError, match="the dataset has the splits train; state one, and not None"):
+    with pytest.raises(DataError, match="the dataset has the splits train; name one of them, not None"):
         words("mnli", {"train": data})
 
 
-def test_truth_values_are_names_and_not_ids() -> None:
+def test_booleans_are_label_names_not_ids() -> None:
     row = {"passage": "P", "question": "q"}
     for value, word in ((True, "Yes"), (False, "No"), ("true", "Yes"), (1, "Yes"), (0, "No")):
         (example,) = load_examples([{**row, "label": value}], "boolq")
@@ -161,7 +161,7 @@ def test_truth_values_are_names_and_not_ids() -> None:
         load_examples([{"text": "a", "label": True}], "sst-2")
 
 
-def test_choices_are_given_by_index_or_by_text() -> None:
+def test_choice_labels_may_be_an_index_or_a_text() -> None:
     copa = {"premise": "P.", "question": "cause", "choice1": "A.", "choice2": "B."}
     assert load_examples([{**copa, "label": 1}], "copa")[0].label == 1
     record = {"passage": "P", "query": "@placeholder", "entities": ["Ann", "Bo", "Ann"], "answers": ["Bo", "Cy"]}

@@ -1,4 +1,4 @@
-"""Every kind of data gives the same examples, and k-shot sampling follows the published rule."""
+"""Every data source gives the same examples, and k-shot sampling follows the published rule."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_of_any_kind_gives_the_same_examples(name: str, tmp_path: Path) -> None:
+def test_every_file_format_gives_the_same_examples(name: str, tmp_path: Path) -> None:
     assert load_examples(write(tmp_path / name, FILES[name]), "sst-2") == EXAMPLES
 
 
-def test_parquet_lists_and_frames(tmp_path: Path) -> None:
+def test_parquet_lists_and_data_frames_give_the_same_examples(tmp_path: Path) -> None:
     parquet.write_table(arrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
     assert load_examples(tmp_path / "rows.parquet", "sst-2") == EXAMPLES
     assert load_examples(ROWS, "sst-2") == EXAMPLES
@@ -101,21 +101,21 @@ GLUE = {
 
 
 @pytest.mark.parametrize("name", GLUE)
-def test_published_layouts_are_read_as_they_are(name: str, tmp_path: Path) -> None:
+def test_published_file_layouts_are_read(name: str, tmp_path: Path) -> None:
     file, content, texts, label = GLUE[name]
     task = get_task(name)
     first = load_examples(write(tmp_path / file, content), task)[0]
     assert first == Example(dict(zip(task.columns, texts, strict=True)), task.labels.index(label))
 
 
-def test_quotes_in_a_tsv_are_characters_unless_a_writer_put_them(tmp_path: Path) -> None:
+def test_tsv_quotes_are_text_unless_the_cell_was_quoted(tmp_path: Path) -> None:
     lines = ['"no" he said\t0', '"Yes!"\t1', '"a ""big"" film"\t1', 'an "odd\t0']
     path = write(tmp_path / "a.tsv", "text\tlabel\n" + "\n".join(lines))
     texts = [example.fields["text"] for example in load_examples(path, "sst-2")]
     assert texts == ['"no" he said', '"Yes!"', 'a "big" film', 'an "odd']
 
 
-def test_hub_columns_of_trec_and_superglue() -> None:
+def test_hub_columns_of_trec_and_superglue_are_recognised() -> None:
     (trec,) = load_examples([{"text": "Who ?", "coarse_label": 3, "fine_label": 20}], "trec", id_order="hub")
     assert get_task("trec").words[trec.label] == "Human"
     nested = {"text": "T", "target": {"span1_text": "the cup", "span2_text": "it"}, "label": True}
@@ -130,7 +130,7 @@ def test_hub_columns_of_trec_and_superglue() -> None:
     assert (squad.fields["answers"], squad.label) == (["x"], 0)
 
 
-def test_nested_question_answering_files_are_opened(tmp_path: Path) -> None:
+def test_nested_question_answering_files_are_expanded(tmp_path: Path) -> None:
     asked = [{"question": "Q1", "answers": [{"text": "a"}]}, {"question": "Q2", "answers": [{"text": "b"}]}]
     squad = {"version": "1.1", "data": [{"title": "T", "paragraphs": [{"context": "C", "qas": asked}]}]}
     path = write(tmp_path / "squad.json", json.dumps(squad))
@@ -152,7 +152,7 @@ def test_nested_question_answering_files_are_opened(tmp_path: Path) -> None:
         load_examples([{"title": "T", "paragraphs": [{"context": "C"}]}], "squad")
 
 
-def test_folders_with_splits(tmp_path: Path) -> None:
+def test_split_is_chosen_from_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "SST-2" / "16-13"
     for split, label in (("train", 0), ("dev_matched", 1), ("test", 1)):
         write(folder / f"{split}.tsv", f"sentence\tlabel\nfun\t{label}\n")
@@ -160,13 +160,13 @@ def test_folders_with_splits(tmp_path: Path) -> None:
     assert load_examples(str(folder), "sst-2", split="dev")[0].label == 1
     assert load_examples(str(folder), "sst-2", split="validation")[0].label == 1
     found = "found dev_matched.tsv, test.tsv, train.tsv"
-    with pytest.raises(DataError, match=f"is a folder: state a split; {found}$"):
+    with pytest.raises(DataError, match=f"is a folder: name a split; {found}$"):
         load_examples(folder, "sst-2")
     with pytest.raises(DataError, match=f"is a folder: no file for split 'extra'; {found}$"):
         load_examples(folder, "sst-2", split="extra")
 
 
-def test_rows_without_labels_are_kept_or_skipped_only_when_asked(tmp_path: Path) -> None:
+def test_unlabelled_rows_are_kept_or_skipped_only_on_request(tmp_path: Path) -> None:
     path = write(tmp_path / "test.tsv", "index\tsentence\n0\tfun\n1\tdull\n")
     assert [example.label for example in load_examples(path, "sst-2", labelled=False)] == [-1, -1]
     rows = [{"text": "a", "label": value} for value in (1, -1, None, "", "-", float("nan"))]
@@ -179,7 +179,7 @@ def test_rows_without_labels_are_kept_or_skipped_only_when_asked(tmp_path: Path)
     assert load_examples([{"text": "a", "label": "None"}], none)[0].label == 0  # a label may be called that
 
 
-def test_columns_are_guessed_only_when_unambiguous() -> None:
+def test_columns_are_inferred_only_when_unambiguous() -> None:
     assert load_examples([{"stuff": "a", "label": 1}], "sst-2")[0].fields == {"text": "a"}
     assert load_examples([{"TEXT": "a", "Label": 1}], "sst-2")[0].fields == {"text": "a"}
     both = [{"review": "a", "content": "b", "label": 1}]
@@ -192,11 +192,11 @@ def test_columns_are_guessed_only_when_unambiguous() -> None:
     assert pair.fields == {"premise": "A", "hypothesis": "B"}
 
 
-def test_numbers_are_texts_too() -> None:
+def test_numbers_become_text() -> None:
     assert load_examples([{"text": 7, "label": 1}], "sst-2")[0].fields == {"text": "7"}
 
 
-def test_the_datasets_library_is_asked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_names_are_loaded_with_the_datasets_library(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
 
     def load_dataset(path: str, config: str | None, split: str | None) -> list[dict[str, Any]]:
@@ -227,7 +227,7 @@ def test_k_shot_follows_the_published_rule(seed: int) -> None:
     examples = [example for example in train_set() if example.label < 2]
     shuffled = list(examples)
     np.random.seed(seed)
-    np.random.shuffle(shuffled)  # the published script, in its own words
+    np.random.shuffle(shuffled)  # as in the published script
     by_label: dict[int, list[Example]] = {}
     for example in shuffled:
         by_label.setdefault(example.label, []).append(example)
@@ -237,15 +237,15 @@ def test_k_shot_follows_the_published_rule(seed: int) -> None:
     assert (train, dev) == k_shot(examples, 16, seed, labels=("a", "b"))
 
 
-def test_k_shot_differs_between_seeds_and_leaves_the_rows_alone() -> None:
+def test_k_shot_differs_between_seeds_and_does_not_modify_its_input() -> None:
     examples = train_set()
     before = list(examples)
     assert k_shot(examples, 4, 13, labels=("a", "b")) != k_shot(examples, 4, 21, labels=("a", "b"))
     assert examples == before
 
 
-def test_k_shot_names_the_label_that_has_too_few_rows() -> None:
-    message = r"^label 'c' has 0 rows, and k=4 needs 8 \(4 train, 4 dev\); give more data, or k=0$"
+def test_k_shot_names_the_label_with_too_few_rows() -> None:
+    message = r"^label 'c' has 0 rows, but k=4 needs 8 \(4 train, 4 dev\); give more data, or k=0$"
     with pytest.raises(DataError, match=message):
         k_shot(train_set(), 4, 13, labels=("a", "b", "c"))
     with pytest.raises(DataError, match="k is 0; give at least 1 example per label"):

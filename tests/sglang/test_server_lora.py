@@ -1,4 +1,4 @@
-"""LoRA over HTTP: uploads to servers that someone else started, replicas, and a server that dies in the middle of a run."""
+"""LoRA over HTTP: adapters are uploaded to running servers, replicas share a batch, a server dies in the middle of a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def reference():
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_scores_equal_the_torch_engine(servers, reference, replicas):
+def test_scores_match_torch_engine(servers, reference, replicas):
     engine = open_engine("sglang", spec_of(LORA, urls=tuple(server.url for server in servers[:replicas])))
     engine.apply(UPDATES)
     assert engine.digest() == reference.digest() and engine.base_digest == reference.base_digest
@@ -57,16 +57,16 @@ def test_scores_equal_the_torch_engine(servers, reference, replicas):
     engine.close()
 
 
-def test_prefixes_are_shared_inside_a_probe_only(servers, reference):
-    """What a probe's prompts share is sent ahead; the same prompts again are under new adapters and share nothing old."""
+def test_prefixes_are_shared_only_within_a_probe(servers, reference):
+    """The shared prefix is sent first; the same prompts at the next step have new adapters and reuse nothing."""
     engine = open_engine("sglang", spec_of(LORA, urls=(servers[0].url,)))
     engine.apply(UPDATES)
     prefix = tuple(range(100, 300))
     batch = words_batch(8, prefix=prefix)
     for _ in range(2):
-        before = engine.count.cached
+        before = engine.token_counts.cached
         assert distance(engine.score(batch, PAIR), reference.score(batch, PAIR)) < 1e-4
-        assert engine.count.cached - before == 2 * 8 * len(prefix)
+        assert engine.token_counts.cached - before == 2 * 8 * len(prefix)
     engine.close()
 
 
@@ -92,24 +92,20 @@ OPTIONS = {
 }
 
 
-def _journal(folder):
-    return api.records(folder)
-
-
-def _same_run(a, b):
+def assert_same_run(a, b):
     assert len(a) == len(b) == OPTIONS["steps"]
     np.testing.assert_allclose([r.losses for r in a], [r.losses for r in b], atol=1e-5)
     assert [[seed for seed, _ in r.update.terms] for r in a] == [[seed for seed, _ in r.update.terms] for r in b]
 
 
-def test_a_lost_server_stops_the_run_which_resumes_on_another(servers, data, tmp_path):
-    """Two replicas give the run of one. The first is killed in the middle of another run; what the second finishes equals
-    one that was never interrupted."""
-    whole = api.finetune(MODEL, train=data, dev=data, engine="torch", out=tmp_path / "whole", **OPTIONS)
-    both = tuple(server.url for server in servers)
-    served = api.finetune(MODEL, train=data, dev=data, engine="sglang", url=both, out=tmp_path / "served", **OPTIONS)
-    assert served.accuracy == whole.accuracy
-    _same_run(_journal(tmp_path / "served"), _journal(tmp_path / "whole"))
+def test_run_resumes_on_another_server_after_kill(servers, data, tmp_path):
+    """Two replicas give the same run as one engine. One is killed in the middle of a second run; resumed on the other, the run
+    equals one that was never interrupted."""
+    uninterrupted = api.finetune(MODEL, train=data, dev=data, engine="torch", out=tmp_path / "uninterrupted", **OPTIONS)
+    urls = tuple(server.url for server in servers)
+    served = api.finetune(MODEL, train=data, dev=data, engine="sglang", url=urls, out=tmp_path / "served", **OPTIONS)
+    assert served.accuracy == uninterrupted.accuracy
+    assert_same_run(api.records(tmp_path / "served"), api.records(tmp_path / "uninterrupted"))
 
     session = api.open_session(
         MODEL, train=data, dev=data, engine="sglang", url=(servers[0].url,), out=tmp_path / "cut", **OPTIONS
@@ -119,17 +115,17 @@ def test_a_lost_server_stops_the_run_which_resumes_on_another(servers, data, tmp
     servers[0].kill()
     with pytest.raises(RunFailed, match="--resume"):
         next(records)
-    assert len(_journal(tmp_path / "cut")) == 3
+    assert len(api.records(tmp_path / "cut")) == 3
 
     shutil.rmtree(tmp_path / "cut" / "snapshots", ignore_errors=True)  # the journal alone must be enough
     run = api.finetune(resume=tmp_path / "cut", url=(servers[1].url,))
     assert run.steps == OPTIONS["steps"]
-    _same_run(_journal(tmp_path / "cut"), _journal(tmp_path / "whole"))
+    assert_same_run(api.records(tmp_path / "cut"), api.records(tmp_path / "uninterrupted"))
     assert api.verify(tmp_path / "cut").ok
 
 
-def test_the_example_trains_and_its_demonstrations_come_from_the_cache(servers, tmp_path):
-    """And the run's metrics say how many tokens, by SGLang's own count."""
+def test_example_takes_demonstrations_from_the_cache(servers, tmp_path):
+    """The run's metrics and report tell how many tokens, by SGLang's own count."""
     done = subprocess.run(
         [sys.executable, EXAMPLES / "sglang_server.py", servers[1].url], cwd=tmp_path, capture_output=True, text=True
     )
@@ -141,8 +137,8 @@ def test_the_example_trains_and_its_demonstrations_come_from_the_cache(servers, 
     assert f"{line['cached_tokens']:,} tokens of" in api.report(folder.path, out=tmp_path / "r.html").read_text()
 
 
-def test_a_server_with_another_model_is_refused(servers, tmp_path):
-    """Same shapes, other weights: names and sizes alone would not tell."""
+def test_server_with_other_weights_is_refused(servers, tmp_path):
+    """The same shapes and other weights, which only scores can tell."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from mezzo.engines.hf_hub import locate

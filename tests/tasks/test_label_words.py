@@ -12,10 +12,10 @@ from transformers import AutoTokenizer, BartTokenizerFast, T5Tokenizer
 from mezzo.engines.hf_hub import load_tokenizer
 from mezzo.errors import TaskError
 from mezzo.tasks import Encoder, Task, get_task, list_tasks
-from mezzo.tasks.label_words import label_words
-from mezzo.tasks.tokens import Tokens
+from mezzo.tasks.label_words import label_word_ids
+from mezzo.tasks.tokenizer import TokenizerWrapper
 
-MARKS = {
+WORD_MARKS = {
     "byte-level": ("", "Ġ"),
     "byte-level, prefix space": ("Ġ", "Ġ"),
     "unigram": ("▁", "▁"),
@@ -26,17 +26,17 @@ MASKED = [task for task in list_tasks() if task.family == "masked"]
 
 
 def words_of(tokenizer: Any, **changes: Any) -> tuple[int, ...]:
-    return label_words(Tokens(tokenizer), get_task("sst-2").replace(**changes))
+    return label_word_ids(TokenizerWrapper(tokenizer), get_task("sst-2").replace(**changes))
 
 
-@pytest.mark.parametrize("name", MARKS)
-def test_the_space_rule_is_read_off_the_tokenizer(name: str, tokenizers: dict[str, Any]) -> None:
-    assert Tokens(tokenizers[name]).marks == MARKS[name]
+@pytest.mark.parametrize("name", WORD_MARKS)
+def test_word_marks_are_detected(name: str, tokenizers: dict[str, Any]) -> None:
+    assert TokenizerWrapper(tokenizers[name]).word_marks == WORD_MARKS[name]
 
 
-@pytest.mark.parametrize("name", MARKS)
-def test_a_label_word_is_one_token_and_not_what_the_bare_string_gives(name: str, tokenizers: dict[str, Any]) -> None:
-    tokenizer, mark = tokenizers[name], MARKS[name][1]
+@pytest.mark.parametrize("name", WORD_MARKS)
+def test_label_word_is_one_token_unlike_the_bare_string(name: str, tokenizers: dict[str, Any]) -> None:
+    tokenizer, mark = tokenizers[name], WORD_MARKS[name][1]
     ids = words_of(tokenizer)
     assert tokenizer.convert_ids_to_tokens(list(ids)) == [mark + "terrible", mark + "great"]
     assert tokenizer.unk_token_id not in ids
@@ -46,52 +46,54 @@ def test_a_label_word_is_one_token_and_not_what_the_bare_string_gives(name: str,
             assert tokenizer.convert_tokens_to_ids(word.strip()) != token
 
 
-def test_a_lookup_of_the_string_would_train_on_unk(roberta: Any) -> None:
+def test_plain_lookup_of_the_string_gives_unk(roberta: Any) -> None:
     assert roberta.convert_tokens_to_ids(" terrible") == roberta.unk_token_id
 
 
 @pytest.mark.parametrize("task", MASKED, ids=lambda task: task.name)
-def test_every_bundled_word_is_one_token_as_in_running_text(task: Task, tokenizer: Any) -> None:
-    for word, token in zip(task.words, label_words(Tokens(tokenizer), task), strict=True):
+def test_words_of_bundled_tasks_are_one_token_as_in_running_text(task: Task, tokenizer: Any) -> None:
+    for word, token in zip(task.words, label_word_ids(TokenizerWrapper(tokenizer), task), strict=True):
         text = tokenizer(f"it was {word}", add_special_tokens=False)["input_ids"]
         assert text[-1] == token
 
 
-def test_the_bundled_model_has_every_label_word_as_one_token() -> None:
-    tokens = Tokens(load_tokenizer("mezzo/roberta-mini"))
+def test_bundled_model_has_every_label_word_as_one_token() -> None:
+    tokenizer = TokenizerWrapper(load_tokenizer("mezzo/roberta-mini"))
     for task in MASKED:
-        assert len(set(label_words(tokens, task))) == len(task.labels), task.name
+        assert len(set(label_word_ids(tokenizer, task))) == len(task.labels), task.name
 
 
-def test_a_word_of_several_tokens_is_refused_with_its_pieces_and_alternatives(roberta: Any) -> None:
-    pieces = roberta.tokenize(" excellent")
-    assert len(pieces) > 1
+def test_word_of_several_tokens_is_rejected_with_alternatives(roberta: Any) -> None:
+    tokens = roberta.tokenize(" excellent")
+    assert len(tokens) > 1
     with pytest.raises(TaskError) as caught:
         words_of(roberta, words=("terrible", "excellent"))
     assert str(caught.value) == (
-        f"the word 'excellent' of label 'positive' is {len(pieces)} tokens ({', '.join(pieces)}) and must be one;"
+        f"the word 'excellent' of label 'positive' is {len(tokens)} tokens ({', '.join(tokens)}) and must be one;"
         " try 'great', 'good'"
     )
 
 
-def test_alternatives_may_come_from_the_vocabulary(roberta: Any) -> None:
+def test_alternatives_come_from_the_vocabulary_too(roberta: Any) -> None:
     with pytest.raises(TaskError, match=r"is \d+ tokens \(.*\) and must be one; try 'Entity'"):
         words_of(roberta, words=("terrible", "Entrance"))
-    with pytest.raises(TaskError, match=r"choose a commoner word$"):
+    with pytest.raises(TaskError, match=r"choose a more common word$"):
         words_of(roberta, words=("terrible", "zyxwv"))
 
 
-def test_one_word_for_two_labels_is_refused(tokenizers: dict[str, Any]) -> None:
-    with pytest.raises(TaskError, match="'great' is twice in words; each must differ"):
+def test_same_word_for_two_labels_is_rejected(tokenizers: dict[str, Any]) -> None:
+    with pytest.raises(TaskError, match="'great' appears twice in words; each must be different"):
         words_of(tokenizers["byte-level"], words=("great", "great"))
     # for an uncased tokenizer these are one word, and only it can tell
-    message = "labels 'negative' and 'positive' have one word for this tokenizer, 'Great'; choose two that differ"
+    message = (
+        "labels 'negative' and 'positive' have the same word for this tokenizer, 'Great'; choose two different ones"
+    )
     with pytest.raises(TaskError, match=message):
         words_of(tokenizers["wordpiece"], words=("great", "Great"))
 
 
 @pytest.mark.parametrize("name", ["unigram", "wordpiece"])
-def test_a_word_outside_the_vocabulary_is_refused(name: str, tokenizers: dict[str, Any]) -> None:
+def test_word_outside_the_vocabulary_is_rejected(name: str, tokenizers: dict[str, Any]) -> None:
     with pytest.raises(TaskError, match="the word '好' of label 'positive' is not in this tokenizer's vocabulary"):
         words_of(tokenizers[name], words=("terrible", "好"))
 
@@ -101,13 +103,13 @@ def test_words_that_begin_with_punctuation_get_no_space(tokenizer: Any) -> None:
     assert tokenizer.convert_ids_to_tokens([full_stop, comma]) == [".", ","]
 
 
-def test_the_space_can_be_switched_off(tokenizers: dict[str, Any]) -> None:
+def test_space_prefix_can_be_turned_off(tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers["byte-level"]
     ids = words_of(tokenizer, words=("great", "good"), space_prefix=False)
     assert tokenizer.convert_ids_to_tokens(list(ids)) == ["great", "good"]
 
 
-def test_the_encoder_names_the_task_in_a_words_error(roberta: Any) -> None:
+def test_encoder_names_the_task_in_label_word_errors(roberta: Any) -> None:
     with pytest.raises(TaskError, match=r"^task 'sst-2': the word 'lovely' of label 'positive' is \d tokens"):
         Encoder(get_task("sst-2").replace(words=("terrible", "lovely")), roberta)
 
@@ -134,18 +136,20 @@ def bart(folder: Path, make: Any) -> Any:
 
 
 @pytest.mark.parametrize(("build", "mark"), [(t5, "▁"), (bart, "Ġ")])
-def test_the_tokenizers_of_t5_and_bart(build: Any, mark: str, make: Any, tmp_path: Path) -> None:
+def test_t5_and_bart_tokenizers(build: Any, mark: str, make: Any, tmp_path: Path) -> None:
     tokenizer = build(tmp_path, make)
-    assert Tokens(tokenizer).marks[1] == mark
+    assert TokenizerWrapper(tokenizer).word_marks[1] == mark
     ids = words_of(tokenizer)
     assert tokenizer.convert_ids_to_tokens(list(ids)) == [mark + "terrible", mark + "great"]
     for word, token in zip(("terrible", "great"), ids, strict=True):
         assert tokenizer(f"it was {word}", add_special_tokens=False)["input_ids"][-1] == token
     for task in MASKED:
-        for word, token in zip(task.words, label_words(Tokens(tokenizer), task), strict=True):
+        for word, token in zip(task.words, label_word_ids(TokenizerWrapper(tokenizer), task), strict=True):
             assert tokenizer(f"it was {word}", add_special_tokens=False)["input_ids"][-1] == token
     with pytest.raises(TaskError, match=r"is \d+ tokens \(.*\) and must be one|not in this tokenizer's vocabulary"):
         words_of(tokenizer, words=("terrible", "excellently"))
-    specials = set(Tokens(tokenizer).specials)
+    specials = set(TokenizerWrapper(tokenizer).special_ids)
     for text in ("<extra_id_0> film", "film<mask>", "</s>", "a <pad> b"):
-        assert specials.isdisjoint(Tokens(tokenizer).text(text)), f"user text {text!r} became a special token"
+        assert specials.isdisjoint(TokenizerWrapper(tokenizer).encode(text)), (
+            f"user text {text!r} became a special token"
+        )
