@@ -50,12 +50,8 @@ def finetune(
     function of (scores[probes, examples, candidates], batch) that returns one loss per probe. `train`, `dev` and `test` are
     files, lists of dicts or Hugging Face datasets.
     """
-    session = open_session(
-        model, config=config, resume=resume, objective=objective, task=task, observe=observe, **options
-    )
-    for _ in session.records():
-        pass
-    return session.result()
+    options |= {"config": config, "resume": resume, "objective": objective, "task": task, "observe": observe}
+    return open_session(model, **options).train()
 
 
 def open_session(

@@ -102,6 +102,12 @@ class Session:
 
     # ---- running
 
+    def train(self) -> Run:
+        """Run to the end and return the result."""
+        for _ in self.records():
+            pass
+        return self.result()
+
     def records(self) -> Iterator[StepRecord]:
         """Train; each record is in the metrics when it is yielded."""
         try:
