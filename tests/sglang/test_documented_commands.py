@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.cli.parser import build
+from mezzo.cli.parser import build_parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / "sglang.md", *sorted((ROOT / "examples").glob("sglang*.py")), ROOT / "README.md"]
@@ -31,7 +31,7 @@ def test_mezzo_commands_are_valid():
     calls = [words for words in commands("mezzo") if "sglang" in words]
     assert len(calls) > 6
     for words in calls:
-        build().parse_args(words)
+        build_parser().parse_args(words)
 
 
 @pytest.mark.sglang
