@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -131,9 +131,3 @@ def _kind(name: str, own_name: str, module: nn.Module, base: str) -> TensorKind:
     if own_name == "bias":
         return "bias"
     return "matrix" if isinstance(module, (nn.Linear, Conv1D)) else "other"
-
-
-def known(module: nn.Module, names: Collection[str]) -> bool:
-    """True for an instance of a class of transformers with one of these names, which a stranger's code may use as well."""
-    kind = type(module)
-    return kind.__name__ in names and kind.__module__.startswith("transformers.")

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from mezzo.engines.architectures import layer_count
 from mezzo.errors import ModelError
 
-DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 SPARE = 2**24
 """Parameters that may be missing from any file: a fresh head is made, not read."""
 
@@ -36,7 +36,7 @@ def weighed(path: str, auto: Any, name: str, config: Any) -> str:
 
 def _compare(config: Any, files: list[Path], auto: Any, name: str) -> None:
     held = [size for file in files for size in _sizes(file)]
-    depth = max((value for key in DEPTHS if isinstance(value := getattr(config, key, 0), int)), default=0)
+    depth = layer_count(config)
     if depth > len(held):
         raise ModelError(f"{name}: config.json claims {depth} layers, and its weights are {len(held)} tensors")
     with torch.device("meta"):

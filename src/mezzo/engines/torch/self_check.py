@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from mezzo.engines.architectures import has_experts
 from mezzo.engines.liveness import distance, first_look, refuse_dead
 from mezzo.engines.torch.forward.inputs import pack, picked
 from mezzo.engines.torch.quantized import lora_beside
@@ -58,11 +59,8 @@ def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:
         )
 
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-
-
 def _way_out(engine: TorchEngine) -> str:
-    if any(getattr(engine.model.config, name, None) for name in EXPERTS):
+    if has_experts(engine.model.config):
         return "experts cannot be trained: use --space lora, matrices, prefix or head, which leave them as they are"
     return "use --space head, or another model"
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mezzo.engines.architectures import Part, part_of
 from mezzo.engines.torch import catalog
-from mezzo.engines.torch.forward import last_layer
 from mezzo.engines.torch.forward.frozen_cache import FrozenCache
 from mezzo.engines.torch.forward.inputs import Rows, picked
 from mezzo.engines.torch.forward.population import Population
@@ -68,7 +68,7 @@ class Forward:
         """[P·B, k]: the positions whose hidden states matter; None where all may."""
         if rows.positions is not None:
             return rows.positions.to(self.device).repeat(members, 1)
-        first = catalog.known(self.model, last_layer.FIRST_TOKEN)
+        first = part_of(self.model) is Part.FIRST_TOKEN_CLASSIFIER
         return torch.zeros((members * rows.count, 1), dtype=torch.long, device=self.device) if first else None
 
     def inputs(self, rows: Rows, members: int) -> dict[str, Any]:

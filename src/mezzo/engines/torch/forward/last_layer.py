@@ -15,32 +15,20 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mezzo.engines.torch.catalog import known
+from mezzo.engines.architectures import ATTENTION_FUNCTIONS, Part, part_of
 from mezzo.engines.torch.forward.inputs import picked
 from mezzo.engines.torch.forward.population import Population
-
-ENCODERS = ("BertLayer", "RobertaLayer", "XLMRobertaLayer", "ElectraLayer")
-DECODERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-FIRST_TOKEN = (
-    "BertForSequenceClassification",
-    "RobertaForSequenceClassification",
-    "XLMRobertaForSequenceClassification",
-    "ElectraForSequenceClassification",
-)
-"""Models whose classification head reads the first position."""
-IMPLEMENTATIONS = ("sdpa", "eager")
-"""Attention functions that take any number of queries and a mask for each of them."""
 
 
 def attach(model: nn.Module, population: Population, aside: Sequence[nn.Module] = ()) -> None:
     """Override the last layer where that is known to be exact, and it is not one of those that step aside."""
     config: Any = model.config
     layer = last_of(model)
-    if layer is None or layer in aside or config._attn_implementation not in IMPLEMENTATIONS:
+    if layer is None or layer in aside or config._attn_implementation not in ATTENTION_FUNCTIONS:
         return
-    if known(layer, ENCODERS) and not config.is_decoder:
+    if part_of(layer) is Part.ENCODER_LAYER and not config.is_decoder:
         _encoder(layer, population)
-    if known(layer, DECODERS):
+    if part_of(layer) is Part.DECODER_LAYER:
         _decoder(layer, population)
 
 

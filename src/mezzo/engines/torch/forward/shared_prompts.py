@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mezzo.engines.architectures import attention_windows
 from mezzo.engines.torch.forward.inputs import padded, picked
 from mezzo.types import Prompt, Readout, Scores
-
-WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "keep_window_size")
 
 if TYPE_CHECKING:
     from mezzo.engines.torch.engine import TorchEngine
@@ -42,8 +41,7 @@ def can_share(model: nn.Module) -> bool:
 def within_windows(config: Any, prompts: Sequence[Prompt]) -> bool:
     """True where every position of these rows sees all before it, whatever windows the model's layers have."""
     longest = max(len(p.ids) for p in prompts) + max(len(candidate) for p in prompts for candidate in p.candidates)
-    windows = [getattr(config, name, None) for name in WINDOWS]
-    return all(longest < window for window in windows if isinstance(window, int) and window)
+    return all(longest < window for window in attention_windows(config))
 
 
 def score_candidates(engine: TorchEngine, prompts: Sequence[Prompt], readout: Readout) -> Scores:

@@ -10,23 +10,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mezzo.engines.torch.catalog import known
-from mezzo.engines.torch.forward.last_layer import IMPLEMENTATIONS, attended, heads_of, projected
+from mezzo.engines.architectures import ATTENTION_FUNCTIONS, SILU, Part, part_of
+from mezzo.engines.torch.forward.last_layer import attended, heads_of, projected
 from mezzo.engines.torch.forward.population import Population
 from mezzo.engines.torch.gpu.kernels import decoder
-
-ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
-GATED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
-SILU = ("SiLU", "SiLUActivation")
 
 
 def attach(model: nn.Module, population: Population) -> None:
     """Override the forward of every attention and every gated block that is known."""
     every: Iterable[Any] = model.modules()
     for module in every:
-        if known(module, ATTENTIONS) and module.config._attn_implementation in IMPLEMENTATIONS:
+        part = part_of(module)
+        if part is Part.ROTARY_ATTENTION and module.config._attn_implementation in ATTENTION_FUNCTIONS:
             _attention(module, population)
-        elif known(module, GATED) and type(module.act_fn).__name__ in SILU:
+        elif part is Part.GATED_MLP and type(module.act_fn).__name__ in SILU:
             _gated(module, population)
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import GELUActivation
 
-from mezzo.engines.torch.catalog import canonical_names, known
-from mezzo.engines.torch.forward.last_layer import ENCODERS, last_of
+from mezzo.engines.architectures import ENCODER_LINEARS, Part, part_of
+from mezzo.engines.torch.catalog import canonical_names
+from mezzo.engines.torch.forward.last_layer import last_of
 from mezzo.engines.torch.forward.population import Population
 from mezzo.engines.torch.gpu.fused import WHOLE
 from mezzo.engines.torch.gpu.graph_noise import GraphOps
@@ -33,7 +34,7 @@ def attach(model: nn.Module, population: Population, scaling: float, aside: Sequ
         return
     names, trimmed = canonical_names(model), last_of(model)
     for path, module in model.named_modules():
-        if known(module, ENCODERS) and module is not trimmed and module not in aside:
+        if part_of(module) is Part.ENCODER_LAYER and module is not trimmed and module not in aside:
             Layer.override(module, path, population, names, scaling)
 
 
@@ -136,7 +137,7 @@ class Layer:
             Product(
                 [_at(layer, name) for name in group], [f"{path}.{name}" for name in group], population, names, scaling
             )
-            for group in PRODUCTS
+            for group in ENCODER_LINEARS
         ]
         self.first, self.out, self.wide, self.narrow = products
         self.norms = (layer.attention.output.LayerNorm, layer.output.LayerNorm)
@@ -190,14 +191,6 @@ class Layer:
         return norms.norm(y, gain, shift, norm.eps, residual, product.bias(), term=term)
 
 
-PRODUCTS = (
-    ("attention.self.query", "attention.self.key", "attention.self.value"),
-    ("attention.output.dense",),
-    ("intermediate.dense",),
-    ("output.dense",),
-)
-
-
 def _vectors(parameter: nn.Parameter, name: str, population: Population) -> Tensor:
     """[P, n]: the members' own, or one vector seen P times."""
     if population.perturbed and name in population.trained:
@@ -215,7 +208,7 @@ def _known(layer: Any, path: str, population: Population, names: dict[int, str],
     """True for a layer all of whose parts are what this file computes."""
     work = population.ops
     assert isinstance(work, GraphOps)
-    for name in (name for group in PRODUCTS for name in group):
+    for name in (name for group in ENCODER_LINEARS for name in group):
         module, trained = _at(layer, name), population.trained
         here = f"{path}.{name}"
         is_thin = any(one in trained for one in lora_names(f"{here}.weight")) or (
@@ -223,7 +216,7 @@ def _known(layer: Any, path: str, population: Population, names: dict[int, str],
         )
         if is_thin and adapter_of(module, here, population, work, names, scaling) is None:
             return False
-    linears = [[_at(layer, name) for name in group] for group in PRODUCTS]
+    linears = [[_at(layer, name) for name in group] for group in ENCODER_LINEARS]
     norms = (layer.attention.output.LayerNorm, layer.output.LayerNorm)
     return (
         not getattr(layer, "add_cross_attention", False)

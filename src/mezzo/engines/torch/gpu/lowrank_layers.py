@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mezzo.engines.architectures import OUTPUT_LINEARS
 from mezzo.engines.torch.catalog import canonical_names
 from mezzo.engines.torch.forward.modules import output_head
 from mezzo.engines.torch.forward.population import Population
@@ -41,10 +42,6 @@ class Kind:
         return lowrank.Factors(self.rank, self.factor, self.parts, tuple(a.down for a in adapters), up_at)
 
 
-LATER = ("o_proj", "out_proj", "down_proj", "fc2", "dense", "dense_4h_to_h")
-"""Layers that read what their neighbours have made, even where it is as wide as what those read."""
-
-
 def attach(model: nn.Module, population: Population, scaling: float) -> None:
     """Group the linear layers of each parent that carry thin factors and override their forward."""
     work = population.ops
@@ -63,7 +60,7 @@ def attach(model: nn.Module, population: Population, scaling: float) -> None:
                     adapter.module.in_features,
                     kind.rank,
                     len(kind.parts),
-                    own_name in LATER,
+                    own_name in OUTPUT_LINEARS,
                     *bias,
                 )
                 groups.setdefault(key, []).append(adapter)
