@@ -88,10 +88,10 @@ def _opened(post: Post) -> Engine:
 
 def _placed(post: Post) -> EngineSpec:
     """Workers of one machine share its GPUs out among themselves."""
-    from mezzo.engines.torch.loading import gpus
+    from mezzo.engines.torch.loading import gpu_count
 
     spec = post.spec
-    if spec.device in ("auto", "cuda") and (count := gpus()):
+    if spec.device in ("auto", "cuda") and (count := gpu_count()):
         return dataclasses.replace(spec, device=f"cuda:{post.number * spec.tp % count}")
     if post.factory == ENGINES["sglang"]:
         _take_cores(post.number, max(spec.tp, spec.threads or 1))

@@ -13,10 +13,10 @@ from multiprocessing.connection import Connection
 
 
 def main(descriptor: int) -> None:
-    from mezzo.engines.torch.loading import warm
+    from mezzo.engines.torch.loading import preload_imports
     from mezzo.parallel.worker import serve
 
-    warm()
+    preload_imports()
     gc.freeze()  # what is shared stays shared: the collector does not touch it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children: leave no zombies
     with socket.socket(fileno=descriptor) as driver:

@@ -130,7 +130,7 @@ def _refuse_silence(address: str) -> None:
 
 def _gpus(post: Post) -> float:
     """A GPU each where there are GPUs, as many as the ranks of a worker's own tensor parallelism."""
-    from mezzo.engines.torch.loading import gpus
+    from mezzo.engines.torch.loading import gpu_count
 
-    wanted = post.spec.device.startswith("cuda") or (post.spec.device == "auto" and gpus() > 0)
+    wanted = post.spec.device.startswith("cuda") or (post.spec.device == "auto" and gpu_count() > 0)
     return float(post.spec.tp) if wanted else 0.0

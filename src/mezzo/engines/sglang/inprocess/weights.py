@@ -121,7 +121,7 @@ def members(
 
 def _member(population: Population, name: str) -> Tensor:
     if name not in population.large or not population.perturbed:
-        return population.member(name)
+        return population.member_tensor(name)
     return population.member_matrix(name).clone()
 
 
