@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from mezzo.cli import build
+from mezzo.cli.parser import build_parser
+from mezzo.config import option_names
 from mezzo.engines.hf_hub import bundled_models
 from mezzo.runs import defaults
-from mezzo.runs.build import RESUMABLE
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -176,8 +176,8 @@ def test_quoted_messages_are_the_programs_own():
 
 
 def options_of(parser: Any) -> set[str]:
-    verbs = next(action for action in parser._actions if action.dest == "verb").choices.values()
-    return {name for verb in (parser, *verbs) for action in verb._actions for name in action.option_strings}
+    commands = next(action for action in parser._actions if action.dest == "command").choices.values()
+    return {name for each in (parser, *commands) for action in each._actions for name in action.option_strings}
 
 
 ELSEWHERE = {
@@ -199,7 +199,7 @@ def test_options_that_pages_name_exist(page):
     if page.stem in ("log", "results", "sglang"):
         pytest.skip("commands of other programs")
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text(encoding="utf-8")))
-    assert named <= options_of(build()) | ELSEWHERE, named - options_of(build())
+    assert named <= options_of(build_parser()) | ELSEWHERE, named - options_of(build_parser())
 
 
 def test_the_tables_of_defaults_and_of_what_may_change_are_complete():
@@ -220,7 +220,7 @@ def test_the_tables_of_defaults_and_of_what_may_change_are_complete():
             assert (schedule, int(batch), int(steps)) == (values["schedule"], values["batch_size"], values["steps"])
     journal = (ROOT / "docs" / "journal.md").read_text(encoding="utf-8")
     named = re.findall(r"`(\w+)`", journal[journal.index("may change:") : journal.index("A changed")])
-    assert sorted(named) == sorted(RESUMABLE)
+    assert sorted(named) == sorted(option_names(resumable=True))
 
 
 def test_every_page_is_in_the_navigation_once():

@@ -54,7 +54,7 @@ def curve(engine: TorchEngine, batch: Batch, steps: int, lr: float) -> np.ndarra
     for step in range(steps):
         probes = estimator.ask(step)
         found = cross_entropy(engine.score(batch, probes), batch)
-        engine.apply([optimizer.step(estimator.tell(probes, found), step)])
+        engine.apply([optimizer.update(estimator.tell(probes, found), step)])
         losses.append(found.mean())
     return np.array(losses).reshape(10, -1).mean(axis=1)
 
@@ -68,7 +68,7 @@ def test_a_thousand_steps_at_no_rate_change_nothing(dtype):
         probes = estimator.ask(step)
         slopes = estimator.tell(probes, cross_entropy(engine.score(batch, probes), batch))
         assert slopes[0].value != 0.0
-        update = optimizer.step(slopes, step)
+        update = optimizer.update(slopes, step)
         engine.apply([update])
         engine.population.apply(update)  # `apply` leaves an empty update out; its rounding would change nothing either
     assert engine.digest() == before

@@ -15,6 +15,7 @@ from mezzo.bench import published_step
 from mezzo.bench.shapes import Shape, random_model
 from mezzo.engines.torch import choose_micro_batch
 from mezzo.engines.torch.engine import TorchEngine
+from mezzo.journal.header import Header
 from mezzo.journal.journal import Journal
 from mezzo.method.estimators import Spsa
 from mezzo.method.method import EstimatorMethod
@@ -91,7 +92,7 @@ def _loss(model: nn.Module, batch: Batch, ids: Tensor, mask: Tensor) -> Tensor:
 
 def bare(setting: Setting) -> Step:
     """Both rows of a pair through the unperturbed model, by the engine's own path: the floor of a step."""
-    engine = setting.engine(Space(setting.shape.still))
+    engine = setting.engine(Space(setting.shape.small_tensor))
     pair = (Probe(),) * (2 * setting.samples)
 
     def step(number: int) -> Scores:
@@ -102,7 +103,7 @@ def bare(setting: Setting) -> Step:
     return step
 
 
-def ours(setting: Setting, space: Space, kind: Kind, folder: Path) -> Step:
+def mezzo_step(setting: Setting, space: Space, kind: Kind, folder: Path) -> Step:
     """The trainer's step as users run it, journal and update included."""
     method = EstimatorMethod(
         OBJECTIVES["cross_entropy"],
@@ -110,5 +111,7 @@ def ours(setting: Setting, space: Space, kind: Kind, folder: Path) -> Step:
         Sgd(lambda step: LR),
         lambda step: setting.batch,
     )
-    trainer = MeZOTrainer(setting.engine(space, kind), method, Journal.create(folder, {}), Limits(steps=sys.maxsize))
+    trainer = MeZOTrainer(
+        setting.engine(space, kind), method, Journal.create(folder, Header()), Limits(steps=sys.maxsize)
+    )
     return trainer.one_step

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from mezzo.errors import ModelError, out_of_memory
+from mezzo.errors import ModelError, is_out_of_memory
 from mezzo.types import TensorInfo, TensorKind
 
 LAYER = re.compile(r"\.(\d+)\.")
@@ -100,7 +100,7 @@ def trace_modules(model: nn.Module, inputs: Mapping[str, Any]) -> ModuleTrace:
         with torch.no_grad():
             model(**inputs)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if out_of_memory(error):
+        if is_out_of_memory(error):
             raise
         message = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelError(

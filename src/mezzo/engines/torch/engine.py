@@ -27,9 +27,9 @@ from mezzo.engines.torch.initial_values import InitialValues
 from mezzo.engines.torch.merge import merge
 from mezzo.engines.torch.quantized import is_quantized
 from mezzo.engines.torch.weights.noise import NoiseSource
-from mezzo.errors import JournalError, ModelError, RunFailed, SpaceError, out_of_memory
+from mezzo.errors import JournalError, ModelError, RunFailed, SpaceError, is_out_of_memory
 from mezzo.method import noise
-from mezzo.method.space import Space, lora_names, select
+from mezzo.method.space import ADAPTERS, Space, lora_names, select
 from mezzo.types import Batch, MicroBatch, Probe, Scores, TensorInfo, TrainedTensor, Update
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class TorchEngine:
     """One model, its trained tensors and the population forward over them."""
 
-    combines_units = True
+    merges_units = True
     """Several work units in one call of `score` give the same bits as one call each."""
 
     def __init__(
@@ -60,8 +60,8 @@ class TorchEngine:
         refuse_pairs(model.config)
         self.device = torch.device(device)
         self.quantized = is_quantized(model)
-        if self.quantized and space.kind not in ("lora", "prefix"):
-            raise SpaceError(f"a quantised base stays as it is: --space lora or prefix, not {space.kind!r}")
+        if self.quantized and not space.adapter:
+            raise SpaceError(f"a quantised base stays as it is: --space {' or '.join(ADAPTERS)}, not {space.kind!r}")
         self.model = (model if self.quantized else model.to(self.device)).eval().requires_grad_(False)
         self.dtype: torch.dtype = self.model.dtype  # type: ignore[assignment]
         """The type of the stored weights. A CPU computes in float32 whatever it is: 16-bit products are slow there."""
@@ -153,7 +153,7 @@ class TorchEngine:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            if out_of_memory(error):
+            if is_out_of_memory(error):
                 raise RunFailed(
                     f"{self.device} is out of memory with {self.micro_batch.rows} examples and {members} probes in one forward; "
                     "start again with a smaller --micro-batch"

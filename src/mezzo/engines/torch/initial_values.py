@@ -34,12 +34,8 @@ class InitialValues:
         return [(t, parameters[t.name] if t.name in parameters else self._added_value(t)) for t in trained]
 
     def frozen_partners(self, trained: Sequence[TrainedTensor], catalogue: Sequence[TensorInfo]) -> dict[str, Tensor]:
-        """The other one of every pair of which only one is trained: LoRA's factors, a prefix's keys and values."""
-        names = {t.name for t in trained}
-        if self.space.kind not in ("lora", "prefix"):
-            return {}
-        pairs = select(replace(self.space, only=(), layers=""), catalogue)
-        return {t.name: self._added_value(t) for t in pairs if t.name not in names and _partner(t.name) in names}
+        """The values of `untrained_partners`."""
+        return {t.name: self._added_value(t) for t in untrained_partners(self.space, trained, catalogue)}
 
     def _prefix_values(self, ids: Sequence[int]) -> dict[str, Tensor]:
         """The keys and values of a text at each attention module; without a text, of some tokens of the vocabulary."""
@@ -54,17 +50,32 @@ class InitialValues:
         }
 
     def _added_value(self, trained: TrainedTensor) -> Tensor:
-        """LoRA starts with A uniform as a linear layer's weight and B zero, so that the model is unchanged at first."""
         if trained.kind == "prefix":
             return self._prefixes[trained.name]
-        if trained.kind != "lora_A":
-            return torch.zeros(trained.shape, device=self.device)
-        count, bound = int(np.prod(trained.shape)), trained.shape[1] ** -0.5
-        values = noise.uniform(self.seed, f"init/{trained.name}", count, bound)
-        return torch.from_numpy(values).view(trained.shape).to(self.device)
+        return initial_lora_factor(trained, self.seed).to(self.device)
 
 
-def _partner(name: str) -> str:
+def initial_lora_factor(trained: TrainedTensor, seed: int) -> Tensor:
+    """A uniform like a linear layer's weight, B zero, so that the model is unchanged at first."""
+    if trained.kind != "lora_A":
+        return torch.zeros(trained.shape)
+    count, bound = int(np.prod(trained.shape)), trained.shape[1] ** -0.5
+    return torch.from_numpy(noise.uniform(seed, f"init/{trained.name}", count, bound)).view(trained.shape)
+
+
+def untrained_partners(
+    space: Space, trained: Sequence[TrainedTensor], catalogue: Sequence[TensorInfo]
+) -> tuple[TrainedTensor, ...]:
+    """The other tensor of each pair of which only one is trained: LoRA factors, or a prefix's keys and values."""
+    if not space.adapter:
+        return ()
+    names = {t.name for t in trained}
+    every = select(replace(space, only=(), layers=""), catalogue)
+    return tuple(t for t in every if t.name not in names and partner_name(t.name) in names)
+
+
+def partner_name(name: str) -> str:
+    """The other tensor of a pair."""
     if name.endswith((".prefix_key", ".prefix_value")):
         a, b = prefix_names(name.rsplit(".", 1)[0])
     else:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mezzo.errors import ConfigError
 from mezzo.method import noise, rounding
 
 CACHED_BYTES = 16 * 2**20
@@ -23,6 +24,8 @@ class NoiseSource:
     """z of any tensor on one device. Remembers the packed bits of recent (seed, name): a step uses them twice."""
 
     def __init__(self, kind: noise.Kind, device: torch.device) -> None:
+        if kind not in SPREADERS:
+            raise ConfigError(f"the torch engine does not implement {kind} noise, only {' and '.join(SPREADERS)}")
         self.kind = kind
         self.device = device
         self._bytes: OrderedDict[tuple[int, str], Tensor] = OrderedDict()
@@ -103,7 +106,7 @@ class NoiseSource:
 
     def spread(self, packed: Tensor, out: Tensor | None) -> Tensor:
         """Packed bytes to float32 values."""
-        return _signs(packed, out) if self.kind == "rademacher" else _normals(packed, out)
+        return SPREADERS[self.kind](packed, out)
 
     def forget(self) -> None:
         """Drop what was remembered: the step is over."""
@@ -133,6 +136,10 @@ def _normals(packed: Tensor, out: Tensor | None) -> Tensor:
 
 def _placed(values: Tensor, out: Tensor | None) -> Tensor:
     return values if out is None else out[: values.numel()].copy_(values)
+
+
+SPREADERS: dict[noise.Kind, Callable[[Tensor, Tensor | None], Tensor]] = {"rademacher": _signs, "gaussian": _normals}
+"""Packed bytes to values, by the kind of noise."""
 
 
 @cache
