@@ -15,7 +15,7 @@ from mezzo.types import Probe
 from tests.conftest import make_batch, make_llama
 from tests.reference import plain_scores, written
 from tests.torch_engine.test_families import FAMILIES, make
-from tests.torch_engine.test_fast import PAIR, engine_of
+from tests.torch_engine.test_kernel_forwards import PAIR, engine_of
 from tests.torch_engine.triton_device import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS

@@ -41,13 +41,13 @@ def layers(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(flat_buffer, "SMALL", 0)
     found: list[int] = []
-    forward = encoder.Layer.forward
+    forward = encoder.EncoderLayer.forward
 
     def counted(self: Any, *args: Any) -> Any:
         found.append(1)
         return forward(self, *args)
 
-    monkeypatch.setattr(encoder.Layer, "forward", counted)
+    monkeypatch.setattr(encoder.EncoderLayer, "forward", counted)
     return found
 
 
@@ -99,7 +99,7 @@ def test_weights_that_share_a_tensor_are_still_their_own(layers):
     assert {t.name for t in engine.trained} <= set(own)
     for name, value in engine.state().items():
         np.testing.assert_array_equal(value, own[name].detach().numpy())
-    for (name, parameter), other in zip(engine.merged().named_parameters(), own.values(), strict=True):
+    for (name, parameter), other in zip(engine.merged_model().named_parameters(), own.values(), strict=True):
         assert torch.equal(parameter.cpu(), other), name
 
 

@@ -67,16 +67,16 @@ del QWEN2["head_dim"]
 @pytest.mark.parametrize(("kind", "options"), [("Llama", DECODER), ("Qwen2", QWEN2), ("Mistral", DECODER)])
 def test_no_thin_product_is_computed_for_nothing(kind, options, space, monkeypatch):
     """Layers whose inputs have one width but not one content (`o_proj` beside query, key and value), with biases or not."""
-    from mezzo.engines.torch.gpu.lowrank_layers import Group
+    from mezzo.engines.torch.gpu.lowrank_layers import LowRankGroup
 
     computed: list[tuple[str, int]] = []
-    real = Group._computed
+    real = LowRankGroup._compute
 
     def counted(self, first, rows):
-        computed.extend((adapter.path, rows.shape[1]) for adapter in self.adapters[first:])
+        computed.extend((layer.path, rows.shape[1]) for layer in self.layers[first:])
         return real(self, first, rows)
 
-    monkeypatch.setattr(Group, "_computed", counted)
+    monkeypatch.setattr(LowRankGroup, "_compute", counted)
     model = make(f"{kind}ForCausalLM", options)
     pristine, batch = copy.deepcopy(model), make_batch(4)
     engine = engine_of(model, SPACES[space])
@@ -128,7 +128,7 @@ def test_thin_products_equal_float64(lora, dtype, inner):
     flat = torch.from_numpy(np.concatenate([down.ravel(), up.ravel()])).float()
     laid = down_z if lora else down_z.transpose(0, 2, 1)
     z = torch.from_numpy(np.concatenate([laid.ravel(), up_z.ravel()])).to(dtype)
-    high = flat_buffer.to(dtype)
+    high = flat.to(dtype)
     parts = (torch.stack([high, (flat - high.float()).to(dtype), z]) if lora else z[None]).to(DEVICE)
     at = torch.arange(modules, device=DEVICE)
     bias = torch.from_numpy(rng.normal(size=(modules, outer))).to(DEVICE, dtype)
@@ -196,7 +196,7 @@ def test_steps_in_graphs_are_steps_without(space):
     for step in range(12):
         batch, probes = batches[step % 5 == 4], (Probe(((2**63 + step, 0.01),)), Probe(((2**63 + step, -0.01),)))
         coming = Question(batches[(step + 1) % 5 == 4], (Probe(((2**64 - 1, 0.01),)), Probe(((2**64 - 1, -0.01),))))
-        engine.expect(lambda found=coming: found)  # not what will come: what was sent ahead must not be used
+        engine.pipeline.prefetch(lambda found=coming: found)  # not what will come: what was sent ahead must not be used
         np.testing.assert_array_equal(engine.score(batch, probes), plain.score(batch, probes))
         update = Update(((2**63 + step, float(np.float32(1e-3))),))
         for one in (engine, plain):

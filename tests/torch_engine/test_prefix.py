@@ -183,7 +183,7 @@ def test_candidates_and_generation_with_a_prefix(shared):
     from mezzo.engines.torch.forward import prefix
 
     for index, probe in enumerate(PAIR):
-        prefix.give(twin, moved(engine, probe))
+        prefix.set_prefix(twin, moved(engine, probe))
         for row, prompt in enumerate(prompts):
             for number, candidate in enumerate(prompt.candidates):
                 with torch.no_grad():
@@ -301,7 +301,7 @@ def test_a_strangers_prefix_is_checked(run, tmp_path, tiny_folder):
     with pytest.raises(ModelError, match="cannot be read"):
         mezzo.load_prefix(model, out)
     (out / "prefix_config.json").write_text(json.dumps({"format": "other"}))
-    with pytest.raises(ModelError, match="no prefix that this mezzo reads"):
+    with pytest.raises(ModelError, match="not a prefix that this mezzo reads"):
         mezzo.load_prefix(model, out)
 
 

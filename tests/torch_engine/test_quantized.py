@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def packed(folder: str, kind: str) -> Any:
-    return load_model(folder, "masked", quantize=quantized.settings(kind, torch.device("cpu")))
+    return load_model(folder, "masked", quantize=quantized.loading_options(kind, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("space", [Space("lora", rank=4), Space("prefix"), Space("lora", layers="1:")], ids=str)
@@ -73,7 +73,7 @@ def test_a_run_trains_is_verified_and_its_adapter_loads_on_the_packed_model(kind
         api.export(run.out, "model", tmp_path / "model")
     engine, _ = api.open_run(run.out, at=8)
     adapter = api.export(run.out, "adapter", tmp_path / "adapter", at=8)
-    how = quantized.settings(kind, torch.device("cpu"))
+    how = quantized.loading_options(kind, torch.device("cpu"))
     model = PeftModel.from_pretrained(AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32, **how), adapter)
     batch = make_batch(4, words=(7, 9))
     expected = engine.score(batch, [Probe()])[0]

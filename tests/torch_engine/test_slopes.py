@@ -14,7 +14,7 @@ from mezzo.method.objectives import cross_entropy
 from mezzo.method.space import Space
 from tests.conftest import make_batch, make_llama, make_roberta
 from tests.reference import z_of
-from tests.torch_engine.test_recipe import loss_of
+from tests.torch_engine.test_published_step import loss_of
 
 
 def gradient(model: torch.nn.Module, names: list[str], batch) -> dict[str, np.ndarray]:
