@@ -167,3 +167,28 @@ def test_gelu_in_sixteen_bits():
     found = norms.add_bias(values.clone(), none, gelu=True)
     expected = torch.nn.functional.gelu(values.double())
     assert ((found.double() - expected).abs() <= 3e-7 + expected.abs() * 2.0**-11).all()
+
+
+def test_plan_of_an_encoder(layers):
+    """Kernels for every layer but the last, which is trimmed; the forwards of its modules remain for other points."""
+    engine = TorchEngine(make_three_layers(), SPACES["lora"], device=DEVICE)
+    lines = {(line.module, line.forward): (line.count, line.reason) for line in engine.plan.lines()}
+    assert lines["RobertaLayer", "encoder kernels"] == (2, "")
+    assert lines["RobertaLayer", "trimmed last layer"] == (1, "no encoder kernels: it is the last layer")
+    assert lines["Linear", "low-rank kernels, else population linear (LoRA)"] == (6, "")
+
+
+@pytest.mark.parametrize(
+    ("space", "reason"),
+    [
+        (Space("lora", rank=3), "attention.self.query: rank 3 is not a power of two up to 32"),
+        (Space("*.query.weight"), "some weights of query, key and value are trained densely and some are not"),
+        (Space("*.key.bias"), "some biases of query, key and value are trained and some are not"),
+        (Space("prefix"), "its attention is 'mezzo_prefix_sdpa'"),
+    ],
+    ids=["rank", "weights", "biases", "prefix"],
+)
+def test_plan_says_why_a_layer_has_no_kernels(layers, space, reason):
+    engine = TorchEngine(make_three_layers(), space, device=DEVICE)
+    lines = [line for line in engine.plan.lines() if (line.module, line.forward) == ("RobertaLayer", "own forward")]
+    assert f"no encoder kernels: {reason}" in lines[0].reason

@@ -148,3 +148,19 @@ def test_generation_equals_a_plain_models(space):
             assert found[index][row] == tuple(plain[0, ids.shape[1] :].tolist()) + (engine.pad_id,) * (
                 6 - (plain.shape[1] - ids.shape[1])
             )
+
+
+def test_context_lasts_for_one_forward():
+    population = TorchEngine(make_roberta(), Space("full")).population
+    idle = population.context
+    positions = torch.zeros((6, 1), dtype=torch.long)
+    with population.at(PAIR):
+        with population.forward(3, 8, positions=positions, trim_last_layer=False) as context:
+            assert population.context is context and (context.rows, context.length) == (3, 8)
+            assert population.members == 2 and population.perturbed and not context.trim_last_layer
+            assert context.claim_positions() is positions and context.claim_positions() is None
+        assert population.members == 2 and population.context.rows == 0
+        with pytest.raises(ValueError, match="inside"), population.forward(3, 8):
+            raise ValueError("inside")
+        assert population.context.rows == 0
+    assert population.context == idle and not population.members

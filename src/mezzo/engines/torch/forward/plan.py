@@ -69,9 +69,11 @@ class Plan:
         self.overrides: list[Override] = []
         self.refusals: list[tuple[nn.Module, str]] = []
         """Modules that an implementation does not take, and why."""
+        self._modules: dict[nn.Module, None] = {}
         self._installed: list[tuple[nn.Module, str, Any]] = []
 
     def add(self, module: nn.Module, stage: Stage, choice: Choice, attribute: str = "forward") -> None:
+        self._modules[module] = None
         if choice.build is None:
             self.refusals.append((module, f"no {choice.name}: {choice.reason}"))
         else:
@@ -100,19 +102,15 @@ class Plan:
 
     def lines(self) -> list[PlanLine]:
         """One line for each class of modules and way of computing them, in the order of the model."""
-        forwards: dict[nn.Module, list[str]] = {}
-        reasons: dict[nn.Module, list[str]] = {}
+        forwards: dict[nn.Module, list[str]] = {module: [] for module in self._modules}
+        reasons: dict[nn.Module, list[str]] = {module: [] for module in self._modules}
         for override in sorted(self.overrides, key=lambda override: -override.stage):
-            forwards.setdefault(override.module, []).append(override.name)
+            forwards[override.module].append(override.name)
         for module, reason in self.refusals:
-            reasons.setdefault(module, []).append(reason)
+            reasons[module].append(reason)
         counts = Counter(
-            (
-                type(module).__name__,
-                ", else ".join(forwards.get(module, ["own forward"])),
-                "; ".join(reasons.get(module, [])),
-            )
-            for module in dict.fromkeys((*forwards, *reasons))
+            (type(module).__name__, ", else ".join(forwards[module]) or "own forward", "; ".join(reasons[module]))
+            for module in self._modules
         )
         return [PlanLine(count, *line) for line, count in counts.items()]
 
@@ -121,9 +119,9 @@ class Plan:
 
     def __str__(self) -> str:
         lines = self.lines()
-        width = max((len(line.module) for line in lines), default=0)
-        rows = [f"{line.count:>5}  {line.module:<{width}}  {line.forward}\t{line.reason}" for line in lines]
-        return "\n".join(row.replace("\t", "  # ").removesuffix("  # ") for row in rows)
+        module, forward = (max(len(getattr(line, key)) for line in lines) for key in ("module", "forward"))
+        rows = [f"{line.count:>5}  {line.module:<{module}}  {line.forward:<{forward}}  {line.reason}" for line in lines]
+        return "\n".join(row.rstrip() for row in rows)
 
 
 def make_plan(modules: TrainedModules, cache: FrozenCache | None, prefix_override: Mapping[str, Tensor]) -> Plan:
@@ -170,7 +168,7 @@ def _members(module: nn.Module, trained: TrainedModule, modules: TrainedModules)
 
 
 def _trim(plan: Plan, layer: nn.Module, modules: TrainedModules) -> None:
-    name = "last layer at the readout"
+    name = "trimmed last layer"
     if reason := last_layer.trim_refusal(layer, modules.model.config):
         plan.add(layer, Stage.READOUT, Choice(name, reason=reason))
         return
