@@ -1,4 +1,4 @@
-"""LoRA and prefix on a base in 8 or 4 bits: exact against plain forwards of the packed model, which stays packed."""
+"""LoRA and prefix on a base in 8 or 4 bits: scores equal plain forwards of the quantised model, whose weights do not change."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def packed(folder: str, kind: str) -> Any:
 
 @pytest.mark.parametrize("space", [Space("lora", rank=4), Space("prefix"), Space("lora", layers="1:")], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_equal_one_plain_forward_an_example(kind, space, folder):
+def test_scores_equal_those_of_single_examples(kind, space, folder):
     engine = TorchEngine(packed(folder, kind), space, micro_batch=MicroBatch(4), pad_id=1, cache_mb=1)
     rng = np.random.default_rng(0)
     engine.load_state({n: (v + rng.normal(0, 0.1, v.shape)).astype(np.float32) for n, v in engine.state().items()})
@@ -63,7 +63,7 @@ def test_scores_equal_one_plain_forward_an_example(kind, space, folder):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_trains_is_verified_and_its_adapter_loads_on_the_packed_model(kind, folder, tiny_data, tmp_path):
+def test_run_is_verified_and_its_adapter_loads_on_the_quantised_model(kind, folder, tiny_data, tmp_path):
     options = {"steps": 6, "batch_size": 4, "eval_every": 3, "threads": 1, "device": "cpu", "eps": 1e-2, "lr": 1e-2}
     files = {"task": "sst-2", "train": tiny_data, "dev": tiny_data}
     run = api.finetune(folder, space="lora", quantize=kind, **files, **options, out=str(tmp_path / "run"))
@@ -83,13 +83,13 @@ def test_a_run_trains_is_verified_and_its_adapter_loads_on_the_packed_model(kind
     assert api.evaluate(model=folder, quantize=kind, task="sst-2", data=tiny_data).n == 16
 
 
-def test_the_digest_is_of_the_model_and_of_the_bits(folder):
+def test_digest_depends_on_the_number_of_bits(folder):
     found = {kind: quantized.checkpoint_digest(folder, kind) for kind in KINDS}
     assert found["8bit"] != found["4bit"]
     assert quantized.checkpoint_digest(folder, "8bit") == found["8bit"]
 
 
-def test_what_is_not_possible_is_refused_in_one_line(folder, tiny_data, tmp_path, capsys, monkeypatch):
+def test_impossible_options_are_refused_in_one_line(folder, tiny_data, tmp_path, capsys, monkeypatch):
     def say(*more: str) -> str:
         arguments = ["--model", folder, "--task", "sst-2", "--train", tiny_data, "--out", str(tmp_path / "run")]
         assert main(["train", *arguments, *more]) == 2
