@@ -81,7 +81,7 @@ def make(name: str, options: dict[str, Any]) -> torch.nn.Module:
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_scores_equal_a_plain_model_with_perturbed_weights(family, space, dtype):
-    """A CPU computes in float32 whatever the weights are stored as, so a float32 model with the stored values is the reference."""
+    """A CPU computes in float32 whatever the weights are stored as: the reference is a float32 model with the stored values."""
     model = make(*family).to(dtype)
     if space.kind == "head" and family in TIED:
         with pytest.raises(SpaceError, match="head is tied to its embeddings"):
@@ -281,7 +281,7 @@ def test_head_reads_the_last_token_whatever_the_configured_padding_id(family, op
 def test_rows_are_padded_with_end_of_text_if_there_is_no_padding_token(padding, end, expected):
     from types import SimpleNamespace
 
-    from mezzo.runs.setup import Parts
+    from mezzo.runs.setup import Setup
 
     tokenizer = SimpleNamespace(pad_token_id=padding, eos_token_id=end)
-    assert Parts(None, "causal", None, None, tokenizer).padding_id == expected
+    assert Setup(None, "causal", None, tokenizer, 64, 0).pad_id == expected

@@ -90,7 +90,7 @@ def test_only_positions_that_are_read_are_cached_below_a_head(family, space):
         np.testing.assert_allclose(cached.score(batch, PAIR), plain.score(batch, PAIR), rtol=1e-5, atol=1e-5)
     assert seen[-1] == (18, 1)
     kept = [*cached.frozen_cache._states.values(), cached.frozen_cache._last[2]]
-    assert cached.frozen_cache.held == 4 * sum(state.numel() for state in kept)
+    assert cached.frozen_cache.held_bytes == 4 * sum(state.numel() for state in kept)
     assert {tuple(state.shape) for state in cached.frozen_cache._states.values()} == {(1, model.config.hidden_size)}
 
 
@@ -126,9 +126,9 @@ def test_limit_is_respected_and_does_not_change_scores():
     for _ in range(6):
         some = Batch(tuple(batch.prompts[i] for i in rng.permutation(40)[:16]), batch.readout)
         assert np.array_equal(small.score(some, PAIR), large.score(some, PAIR))
-        assert small.frozen_cache.held <= room * MIB
+        assert small.frozen_cache.held_bytes <= room * MIB
     assert small.frozen_cache.computed > large.frozen_cache.computed == len(large.frozen_cache._states) <= 40
-    assert small.frozen_cache.held == sum(t.numel() * 4 for t in small.frozen_cache._states.values())
+    assert small.frozen_cache.held_bytes == sum(t.numel() * 4 for t in small.frozen_cache._states.values())
 
 
 def test_stacked_states_count_towards_the_limit_and_do_not_change_scores():
@@ -139,11 +139,11 @@ def test_stacked_states_count_towards_the_limit_and_do_not_change_scores():
         engine, large = (engine_of(model, Space("head"), mb, rows=8) for mb in (room / MIB, 1))
         for _ in range(2):
             assert np.array_equal(engine.score(batch, PAIR), large.score(batch, PAIR))
-            assert engine.frozen_cache.held <= room
+            assert engine.frozen_cache.held_bytes <= room
         assert (engine.frozen_cache._last is not None) == stacked
-        assert engine.frozen_cache.held == (3 if stacked else 1) * states
+        assert engine.frozen_cache.held_bytes == (3 if stacked else 1) * states
         engine.frozen_cache.clear()
-        assert engine.frozen_cache.held == 0
+        assert engine.frozen_cache.held_bytes == 0
 
 
 def test_layer_that_never_runs_is_an_error():

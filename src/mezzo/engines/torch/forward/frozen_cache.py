@@ -49,7 +49,7 @@ class FrozenCache:
         """The frozen layers, the lowest first, and how many values each returns (0: a bare tensor)."""
         self.all_frozen = all_frozen
         """True: no layer is trained, only what follows the last one."""
-        self.requested = self.computed = self.held = 0
+        self.requested = self.computed = self.held_bytes = 0
         self._states: OrderedDict[Key, Tensor] = OrderedDict()
         self._output: Tensor | None = None
         self._last: tuple[PaddedRows, int, Tensor, PaddedRows] | None = None
@@ -85,12 +85,16 @@ class FrozenCache:
     def describe(self) -> dict[str, Any]:
         """What was saved: of all passes of an example through the frozen layers, how many were computed."""
         saved = 1 - self.computed / self.requested if self.requested else 0.0
-        return {"frozen_layers": len(self.layers), "saved_share": round(saved, 4), "held_mb": round(self.held / MIB, 3)}
+        return {
+            "frozen_layers": len(self.layers),
+            "saved_share": round(saved, 4),
+            "held_mb": round(self.held_bytes / MIB, 3),
+        }
 
     def clear(self) -> None:
         self._states.clear()
         self._last = None
-        self.held = 0
+        self.held_bytes = 0
 
     def _padded_states(self, rows: PaddedRows, inputs: Inputs) -> Tensor:
         states = nn.utils.rnn.pad_sequence([self._state(key, inputs) for key in _keys(rows)], batch_first=True)
@@ -103,15 +107,15 @@ class FrozenCache:
             keys = _keys(rows, with_positions=True)
             states = torch.stack([self._state(key, inputs) for key in keys]).repeat(members, 1, 1)
             latest = rows, members, states, _rows_at_positions(rows)
-            if self.held + _size(states) > self.limit:
+            if self.held_bytes + _size(states) > self.limit:
                 return latest[2:]
             self._last = latest
-            self.held += _size(states)
+            self.held_bytes += _size(states)
         return self._last[2:]
 
     def _drop_last(self) -> None:
         if self._last is not None:
-            self.held -= _size(self._last[2])
+            self.held_bytes -= _size(self._last[2])
             self._last = None
 
     def _state(self, key: Key, inputs: Inputs) -> Tensor:
@@ -132,9 +136,9 @@ class FrozenCache:
         finally:
             self._stop_at_last = False
         self._states[key] = state
-        self.held += _size(state)
-        while self.held > self.limit and self._states:
-            self.held -= _size(self._states.popitem(last=False)[1])
+        self.held_bytes += _size(state)
+        while self.held_bytes > self.limit and self._states:
+            self.held_bytes -= _size(self._states.popitem(last=False)[1])
         return state
 
 
