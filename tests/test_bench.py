@@ -53,6 +53,18 @@ def test_json_rows_have_the_documented_keys(monkeypatch, capsys):
     assert "mezzo lora" in err, "with --json the table goes to standard error"
 
 
+def test_plan_is_printed_instead_of_timings(monkeypatch, capsys):
+    monkeypatch.setitem(shapes.SHAPES, "roberta-mini", TINY)
+    assert main(["bench", "--plan", "--space", "lora,full:gaussian", "--device", "cpu", "--json"]) == 0
+    out, err = capsys.readouterr()
+    lora, full = json.loads(out.splitlines()[-1])
+    assert (lora["model"], lora["space"], full["space"], full["noise"]) == ("roberta-mini", "lora", "full", "gaussian")
+    reason = "no kernels: they need a GPU"
+    line = {"count": 4, "module": "Linear", "forward": "population linear (LoRA)", "reason": reason}
+    assert line in lora["lines"]
+    assert "roberta-mini, lora, rademacher, float32, cpu\n    1  RobertaModel" in err
+
+
 @pytest.mark.parametrize(
     ("sweep", "key", "values"),
     [("batch", "batch_size", [2, 4, 8, 16]), ("length", "length", [8, 16, 32]), ("population", "samples", [1, 2, 4])],

@@ -142,7 +142,7 @@ def test_the_self_check_names_a_module_that_differs(monkeypatch):
     engine = TorchEngine(make_roberta(), Space("full"))
     broken = engine.model.roberta.encoder.layer[1].output.dense
     kept = broken.forward
-    broken.forward = lambda x: kept(x) * (1.01 if engine.population.probes else 1)
+    broken.forward = lambda x: kept(x) * (1.01 if engine.population.members else 1)
     from mezzo.errors import ModelError
 
     with pytest.raises(ModelError, match=r"first in roberta\.encoder\.layer\.1\.output\.dense; try another --space"):
@@ -156,11 +156,11 @@ def test_the_self_check_finds_its_words_where_norms_are_vectorised():
     engine = TorchEngine(make_llama(), Space("full"))
     broken = engine.model.model.layers[1].mlp.up_proj
     kept = broken.forward
-    broken.forward = lambda x: kept(x) * (1.01 if engine.population.probes else 1)
-    trunk, graphs = engine.frozen_cache, engine.graphs
+    broken.forward = lambda x: kept(x) * (1.01 if engine.population.members else 1)
+    cache, graphs = engine.frozen_cache, engine.graphs
     with pytest.raises(ModelError, match=r"first in model\.layers\.1\.mlp\.up_proj; try another --space"):
         engine.check(make_batch(), 1e-2)
-    assert engine.population.trims and (engine.frozen_cache, engine.graphs) == (trunk, graphs), "as they were"
+    assert engine.forward.trim_last_layer and (engine.frozen_cache, engine.graphs) == (cache, graphs), "as they were"
 
 
 def test_a_merged_model_is_free_of_the_engine():
@@ -168,7 +168,7 @@ def test_a_merged_model_is_free_of_the_engine():
     engine = TorchEngine(make_roberta(), Space("lora", rank=2))
     engine.apply([Update(((7, 2.0**-6),))])
     engine.held = threading.Lock()  # as little to be copied as a CUDA event
-    twin = engine.merged()
+    twin = engine.merged_model()
     assert not any(
         getattr(hook, "__self__", None) is engine for m in twin.modules() for hook in m._forward_hooks.values()
     )

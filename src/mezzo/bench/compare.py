@@ -60,9 +60,7 @@ def bench(
     published: bool = True,
 ) -> BenchResult:
     """Time the contenders of every setting, all in this process. Each setting is logged first and shown when it is done."""
-    stated = {name: value for name, value in options.items() if value is not None}
-    spaces = [parse_space(text) for text in str(stated.pop("space", DEFAULT_SPACES)).split(",")]
-    config = from_mapping(stated)
+    config, spaces = parse_options(options)
     if rounds < MIN_ROUNDS:
         raise ConfigError(f"bench needs at least {MIN_ROUNDS} rounds to show a spread, not {rounds}")
     if not 0 <= spread < 1:
@@ -200,6 +198,13 @@ def contender_factories(
         space = make_space(config.replace(space=kind, noise=noise))
         factories[f"mezzo {kind}, {noise}"] = partial(contenders.mezzo_step, setting, space, NOISES[noise].kind, folder)
     return factories
+
+
+def parse_options(options: Mapping[str, Any]) -> tuple[RunConfig, list[tuple[str, str]]]:
+    """The configuration, and the spaces with their noise."""
+    stated = {name: value for name, value in options.items() if value is not None}
+    spaces = [parse_space(text) for text in str(stated.pop("space", DEFAULT_SPACES)).split(",")]
+    return from_mapping(stated), spaces
 
 
 def parse_space(text: str) -> tuple[str, str]:

@@ -177,6 +177,8 @@ def signal(options: Namespace) -> Any:
 def bench(options: Namespace) -> Any:
     from mezzo.bench import bench as compare
 
+    if options.plan:
+        return _forward_plans(options)
     with _exit_on_signals():
         comparison = compare(
             given_options(options),
@@ -189,6 +191,16 @@ def bench(options: Namespace) -> Any:
             published=not options.no_published,
         )
     return comparison.to_list()
+
+
+def _forward_plans(options: Namespace) -> list[dict[str, Any]]:
+    from mezzo.bench.plans import forward_plans
+
+    plans = []
+    for plan in forward_plans(given_options(options)):
+        _show(options, f"{plan}\n")
+        plans.append(plan.to_dict())
+    return plans
 
 
 @contextlib.contextmanager

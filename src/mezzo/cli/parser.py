@@ -101,6 +101,7 @@ COMMANDS = {
             argument("--rounds", "turns of every contender, at least 5 [7]", type=int, default=7, metavar="R"),
             argument("--sweep", "show growth with batch, length, population or model", metavar="W"),
             argument("--no-published", "leave out the published recipe, which takes longest", action="store_true"),
+            argument("--plan", "print which forward every module gets, and time nothing", action="store_true"),
         ),
         option_help={
             "batch_size": "examples a step [16]",

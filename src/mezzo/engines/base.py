@@ -89,6 +89,25 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+class ExportableEngine(Protocol):
+    """What an export needs of an engine."""
+
+    space: Space
+
+    def adapter_tensors(self) -> dict[str, npt.NDArray[np.generic]]:
+        """The trained tensors, and the frozen one of every pair of which only one is trained."""
+        ...
+
+    @property
+    def stores_transposed(self) -> bool:
+        """True where weights of linear layers are stored as (in, out)."""
+        ...
+
+    def merged_model(self) -> Any:
+        """A plain Hugging Face model with what was trained in its weights."""
+        ...
+
+
 @runtime_checkable
 class Workers(Protocol):
     """What an engine made of workers does besides: it replays instead of loading weights, and keeps statistics."""

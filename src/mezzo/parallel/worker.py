@@ -71,11 +71,11 @@ def _open_engine(spec: WorkerSpec) -> Engine:
 
 def _assign_device(spec: WorkerSpec) -> EngineSpec:
     """Spread the workers of one machine over its GPUs, or over its cores where the engine does not do so itself."""
-    from mezzo.engines.torch.loading import gpus
+    from mezzo.engines.torch.loading import gpu_count
 
     engine_spec = spec.engine_spec
-    if engine_spec.device in ("auto", "cuda") and (gpu_count := gpus()):
-        return dataclasses.replace(engine_spec, device=f"cuda:{spec.number * engine_spec.tp % gpu_count}")
+    if engine_spec.device in ("auto", "cuda") and (count := gpu_count()):
+        return dataclasses.replace(engine_spec, device=f"cuda:{spec.number * engine_spec.tp % count}")
     if spec.engine.pins_cores:
         _restrict_to_cores(spec.number, max(engine_spec.tp, engine_spec.threads or 1))
     return engine_spec

@@ -79,7 +79,7 @@ def lora_factors(population: Population, probes: Sequence[Probe]) -> Iterator[tu
     """(module, A[P, r, in], B[P, out, r]) of every adapted module at the probes."""
     with population.at(probes):
         for module in dict.fromkeys(module_of(name) for name in population.trained):
-            a, b = (population.member(name) for name in lora_names(module))
+            a, b = (population.member_tensor(name) for name in lora_names(module))
             yield module, a, b
 
 

@@ -1,4 +1,4 @@
-"""Where trained tensors begin: the model's own, LoRA's factors from a seed, a prefix from the activations of a text."""
+"""Initial values of trained tensors: the model's own, LoRA's factors from a seed, a prefix from the activations of a text."""
 
 from __future__ import annotations
 
@@ -22,32 +22,34 @@ class InitialValues:
         self, model: nn.Module, space: Space, seed: int, device: torch.device, prefix_ids: Sequence[int]
     ) -> None:
         self.model, self.space, self.seed, self.device = model, space, seed, device
-        self.catalogue: list[TensorInfo] = []
+        self.added_tensors: list[TensorInfo] = []
         """Tensors that the model itself does not have."""
-        self._prefixes = self._prefix_starts(prefix_ids) if space.kind == "prefix" else {}
+        self._prefixes = self._prefix_values(prefix_ids) if space.kind == "prefix" else {}
 
     def tensors(
         self, trained: Sequence[TrainedTensor], stored: Mapping[str, Tensor]
     ) -> list[tuple[TrainedTensor, Tensor]]:
         """`stored`: parameters as they were before the model was widened."""
         parameters = {**dict(self.model.named_parameters()), **stored}
-        return [(t, parameters[t.name] if t.name in parameters else self._fresh(t)) for t in trained]
+        return [(t, parameters[t.name] if t.name in parameters else self._added_value(t)) for t in trained]
 
-    def partners(self, trained: Sequence[TrainedTensor], catalogue: Sequence[TensorInfo]) -> dict[str, Tensor]:
+    def frozen_partners(self, trained: Sequence[TrainedTensor], catalogue: Sequence[TensorInfo]) -> dict[str, Tensor]:
         """The values of `untrained_partners`."""
-        return {t.name: self._fresh(t) for t in untrained_partners(self.space, trained, catalogue)}
+        return {t.name: self._added_value(t) for t in untrained_partners(self.space, trained, catalogue)}
 
-    def _prefix_starts(self, ids: Sequence[int]) -> dict[str, Tensor]:
-        """What a text gives at each attention module; without a text, some tokens of the vocabulary."""
+    def _prefix_values(self, ids: Sequence[int]) -> dict[str, Tensor]:
+        """The keys and values of a text at each attention module; without a text, of some tokens of the vocabulary."""
         size: int = self.model.config.vocab_size  # type: ignore[assignment, union-attr]
         text = list(ids) or [int(n) for n in noise.order(self.seed, "prefix", size)[: self.space.tokens]]
-        found = prefix.activations(self.model, torch.tensor([text], device=self.device))
-        self.catalogue = list(prefix.catalogue(found))
+        activations = prefix.record_activations(self.model, torch.tensor([text], device=self.device))
+        self.added_tensors = prefix.tensor_infos(activations)
         return {
-            name: value for path, pair in found.items() for name, value in zip(prefix_names(path), pair, strict=True)
+            name: value
+            for path, pair in activations.items()
+            for name, value in zip(prefix_names(path), pair, strict=True)
         }
 
-    def _fresh(self, trained: TrainedTensor) -> Tensor:
+    def _added_value(self, trained: TrainedTensor) -> Tensor:
         if trained.kind == "prefix":
             return self._prefixes[trained.name]
         return initial_lora_factor(trained, self.seed).to(self.device)

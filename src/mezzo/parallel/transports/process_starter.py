@@ -13,10 +13,10 @@ from multiprocessing.connection import Connection
 
 
 def main(descriptor: int) -> None:
-    from mezzo.engines.torch.loading import warm
+    from mezzo.engines.torch.loading import preload_imports
     from mezzo.parallel.worker import serve_requests
 
-    warm()
+    preload_imports()
     gc.freeze()  # the collector does not touch shared pages, so they stay shared
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the children: leave no zombies
     with socket.socket(fileno=descriptor) as driver:

@@ -132,8 +132,8 @@ def _check_reachable(address: str) -> None:
 
 def _gpus_per_worker(spec: WorkerSpec) -> float:
     """One GPU per tensor-parallel rank, if the engine runs on GPUs."""
-    from mezzo.engines.torch.loading import gpus
+    from mezzo.engines.torch.loading import gpu_count
 
     device = spec.engine_spec.device
-    uses_gpus = device.startswith("cuda") or (device == "auto" and gpus() > 0)
+    uses_gpus = device.startswith("cuda") or (device == "auto" and gpu_count() > 0)
     return float(spec.engine_spec.tp) if uses_gpus else 0.0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from mezzo.engines.torch.forward.inputs import TENSORS, Rows
+from mezzo.engines.torch.forward.inputs import TENSORS, PaddedRows
 from mezzo.engines.torch.forward.probe_point import DeviceUpdate, ProbePoint
 from mezzo.types import Batch, Probe
 
@@ -49,7 +49,7 @@ class CapturedForward:
     """One shape: its inputs in device memory, and the graph that reads them once it was captured."""
 
     def __init__(
-        self, engine: TorchEngine, rows: Rows, batch: Batch, point: ProbePoint, beside: Sequence[Words] = ()
+        self, engine: TorchEngine, rows: PaddedRows, batch: Batch, point: ProbePoint, beside: Sequence[Words] = ()
     ) -> None:
         self.engine, self.batch = engine, batch
         parts = [*parts_of(rows, point), *beside]
@@ -69,10 +69,10 @@ class CapturedForward:
         self.scores = torch.empty(0)
         self.met: set[CapturedUpdate] = set()
         self.after: dict[CapturedUpdate, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self.held: tuple[Rows, tuple[Probe, ...]] | None = None
+        self.held: tuple[PaddedRows, tuple[Probe, ...]] | None = None
         """What the inputs are, or will be when the device has done what it was told before."""
 
-    def send(self, rows: Rows, point: ProbePoint) -> None:
+    def send(self, rows: PaddedRows, point: ProbePoint) -> None:
         if self.held is None or self.held[0] is not rows or self.held[1] != point.probes:
             self.staging.send(parts_of(rows, point))
             self.held = rows, point.probes
@@ -153,7 +153,7 @@ def masks_as_outside() -> Iterator[None]:
         masking_utils.is_tracing, masking_utils.find_packed_sequence_indices = tracing, packed
 
 
-def parts_of(rows: Rows, point: ProbePoint) -> list[Words]:
+def parts_of(rows: PaddedRows, point: ProbePoint) -> list[Words]:
     """Everything that changes from step to step, as int64 words in a fixed order."""
     parts = [value.numpy().reshape(-1) for name in TENSORS if (value := getattr(rows, name)) is not None]
     if point.seeds:

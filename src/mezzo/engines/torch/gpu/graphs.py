@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mezzo.engines.torch.forward.inputs import Rows
+from mezzo.engines.torch.forward.inputs import PaddedRows
 from mezzo.engines.torch.forward.probe_point import ProbePoint
 from mezzo.engines.torch.gpu.captured_graph import CapturedForward, CapturedUpdate
 from mezzo.engines.torch.gpu.fused import LARGEST_RANK
@@ -90,7 +90,7 @@ class Graphs:
             one.graph = None
             self.refused = str(error).splitlines()[0]
 
-    def score(self, groups: Sequence[Rows], batch: Batch, points: Sequence[ProbePoint], out: Scores) -> None:
+    def score(self, groups: Sequence[PaddedRows], batch: Batch, points: Sequence[ProbePoint], out: Scores) -> None:
         """Launch every micro-batch at every point, then wait once for the scores of all."""
         found = [(point, rows, self._launched(rows, batch, point)) for point in points for rows in groups]
         self.done.record()
@@ -100,16 +100,16 @@ class Graphs:
         first = {id(point): number * self.engine.micro_batch.members for number, point in enumerate(points)}
         for point, rows, scores in found:
             start, members = first[id(point)], len(point.probes)
-            rows.place(out[start : start + members], scores.numpy().reshape(members, -1, *rows.tail))
+            rows.write_scores(out[start : start + members], scores.numpy().reshape(members, -1, *rows.tail))
 
-    def send(self, rows: Rows, batch: Batch, point: ProbePoint) -> None:
+    def send(self, rows: PaddedRows, batch: Batch, point: ProbePoint) -> None:
         """What will be scored next, to where its graph reads it, behind what the device is doing; if there is a graph."""
-        one = self.captured.get(key_of(rows, batch, point, self.engine.population.trims))
+        one = self.captured.get(key_of(rows, batch, point, self.engine.forward.trim_last_layer))
         if one is not None and one.graph is not None:
             one.send(rows, point)
 
-    def _launched(self, rows: Rows, batch: Batch, point: ProbePoint) -> Tensor:
-        key = key_of(rows, batch, point, self.engine.population.trims)
+    def _launched(self, rows: PaddedRows, batch: Batch, point: ProbePoint) -> Tensor:
+        key = key_of(rows, batch, point, self.engine.forward.trim_last_layer)
         one, known = self.shape(key, lambda: CapturedForward(self.engine, rows, batch, point))
         one.send(rows, point)
         if known:
@@ -142,5 +142,5 @@ class Graphs:
         return one.run()
 
 
-def key_of(rows: Rows, batch: Batch, point: ProbePoint, trims: bool) -> Hashable:
-    return rows.shapes, rows.padded, batch.readout, len(point.probes), len(point.seeds), trims
+def key_of(rows: PaddedRows, batch: Batch, point: ProbePoint, trims: bool) -> Hashable:
+    return rows.shapes, rows.has_padding, batch.readout, len(point.probes), len(point.seeds), trims

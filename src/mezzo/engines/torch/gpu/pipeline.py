@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mezzo.engines.torch.forward.inputs import Rows
+from mezzo.engines.torch.forward.inputs import PaddedRows
 from mezzo.engines.torch.forward.probe_point import DeviceUpdate, ProbePoint
 from mezzo.engines.torch.gpu.captured_graph import CapturedForward, Words, parts_of
 from mezzo.engines.torch.gpu.graphs import Graphs, key_of
@@ -50,12 +50,18 @@ class CapturedStep(CapturedForward):
     """A shape whose graph begins with the move that waits and ends with the next one."""
 
     def __init__(
-        self, engine: TorchEngine, rows: Rows, step: DeviceStep, point: ProbePoint, waiting: Waiting, outcome: Tensor
+        self,
+        engine: TorchEngine,
+        rows: PaddedRows,
+        step: DeviceStep,
+        point: ProbePoint,
+        waiting: Waiting,
+        outcome: Tensor,
     ) -> None:
         super().__init__(engine, rows, step.batch, point, _beside(rows, step))
         self.waiting, self.outcome = waiting, outcome
 
-    def send_all(self, rows: Rows, step: DeviceStep, point: ProbePoint) -> None:
+    def send_all(self, rows: PaddedRows, step: DeviceStep, point: ProbePoint) -> None:
         self.staging.send([*parts_of(rows, point), *_beside(rows, step)])
 
     def forward(self) -> Tensor:
@@ -142,9 +148,9 @@ class Pipeline:
         """Lay out the announced question and send it to the device, which is busy meanwhile."""
         if self._expected is not None:
             question, self._expected = self._expected(), None
-            groups = self.engine.packed(question.batch)
+            groups = self.engine.padded_rows(question.batch)
             if len(groups) == 1:
-                self.graphs.send(groups[0], question.batch, self.engine.points(question.probes)[0])
+                self.graphs.send(groups[0], question.batch, self.engine.probe_points(question.probes)[0])
 
     def confirm(self, updates: Sequence[Update]) -> bool:
         """True where the weights were moved by this already. Where not, they will be: what is on its way is dropped."""
@@ -175,7 +181,7 @@ class Pipeline:
         if found is None:
             return None
         rows, point = found
-        key = key_of(rows, step.batch, point, self.engine.population.trims)
+        key = key_of(rows, step.batch, point, self.engine.forward.trim_last_layer)
         one, known = self.graphs.shape(
             ("judged", key), lambda: CapturedStep(self.engine, rows, step, point, self.waiting, self.outcome)
         )
@@ -187,12 +193,12 @@ class Pipeline:
         slot.fetch(one.run(), step)
         return slot
 
-    def _shape(self, step: DeviceStep) -> tuple[Rows, ProbePoint] | None:
+    def _shape(self, step: DeviceStep) -> tuple[PaddedRows, ProbePoint] | None:
         """The one micro-batch and the one ± pair of a question that a kernel can judge."""
         batch, probes = step.batch, step.probes
         if not _is_pair(probes) or batch.readout.kind == "candidates":
             return None
-        groups = self.engine.packed(batch)
+        groups = self.engine.padded_rows(batch)
         if len(groups) > 1 or not fits(groups[0].count, *groups[0].tail):
             return None
         return groups[0], ProbePoint(probes, self.engine.device)
@@ -208,7 +214,7 @@ def _same(one: DeviceStep | None, other: DeviceStep) -> bool:
     return one is not None and one.batch is other.batch and (one.probes, one.rule) == (other.probes, other.rule)
 
 
-def _beside(rows: Rows, step: DeviceStep) -> list[Words]:
+def _beside(rows: PaddedRows, step: DeviceStep) -> list[Words]:
     """What the judging reads beside tokens, seeds and scales: the rows' labels and the rule."""
     return [step.batch.labels[rows.places[0]], _numbers(step.rule)]
 

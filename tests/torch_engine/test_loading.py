@@ -1,4 +1,4 @@
-"""Weights that a checkpoint lacks: a head is made fresh and the same every time, anything else is refused."""
+"""Weights that a checkpoint lacks: a fresh head is the same every time, anything else is refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def with_head(folder: str, seed: int = 3) -> Any:
 @pytest.mark.parametrize(
     ("family", "pooler"), {"bert": "bert.pooler.dense.weight", "albert": "albert.pooler.weight"}.items()
 )
-def test_a_pooler_is_fresh_with_its_head_and_depends_on_the_seed_alone(family, pooler, tmp_path):
+def test_fresh_pooler_and_head_depend_on_the_seed_alone(family, pooler, tmp_path):
     folder = saved(family, tmp_path)
     torch.manual_seed(1)
     first = with_head(folder)
@@ -50,7 +50,7 @@ def test_a_pooler_is_fresh_with_its_head_and_depends_on_the_seed_alone(family, p
     assert logits.abs().max() > 1e-3
 
 
-def test_what_is_saved_of_the_base_is_not_made_up(tmp_path):
+def test_missing_weights_of_the_base_model_are_refused(tmp_path):
     """Only the pooler may be missing below the head."""
     model: Any = make(*FAMILIES["bert"])
     kept = {name: value for name, value in model.state_dict().items() if "layer.1.output.dense" not in name}
@@ -63,8 +63,8 @@ def test_what_is_saved_of_the_base_is_not_made_up(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["modernbert", "bert", "distilbert", "electra"])
-def test_fresh_vectors_are_what_transformers_makes_them(family, tmp_path):
-    """Norms multiply by one, everything else adds nothing; a gain of zeros would make every score zero."""
+def test_fresh_vectors_are_initialised_as_transformers_does(family, tmp_path):
+    """Gains of norms are one, everything else is zero; gains of zero would make every score zero."""
     folder = saved(family, tmp_path, base=True)
     ours = with_head(folder)
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2)
@@ -86,7 +86,7 @@ TRAINED = {
 
 
 @pytest.mark.parametrize("family", TRAINED)
-def test_a_fresh_head_trains_and_is_rebuilt(family, tiny_data, tmp_path):
+def test_fresh_head_is_trained_and_rebuilt(family, tiny_data, tmp_path):
     tokenizer, (kind, options) = train_tokenizer(), FAMILIES[family]
     cls = getattr(transformers, kind)
     torch.manual_seed(0)
@@ -103,7 +103,7 @@ def test_a_fresh_head_trains_and_is_rebuilt(family, tiny_data, tmp_path):
     assert trained == TRAINED[family], "all that is fresh is trained"
 
 
-def test_a_length_that_nobody_asked_for_is_not_refused(tmp_path):
+def test_default_length_is_limited_by_model_and_tokenizer(tmp_path):
     """The model has fewer positions than the task would use, and its tokenizer takes fewer still."""
     tokenizer = train_tokenizer()
     tokenizer.model_max_length = 48
@@ -122,8 +122,8 @@ def test_a_length_that_nobody_asked_for_is_not_refused(tmp_path):
 
 @pytest.mark.parametrize("family", ["bert", "albert", "gpt2", "gemma3", "modernbert", "mistral"])
 @pytest.mark.parametrize("left", ["nothing", "tokenizer_config.json"])
-def test_a_folder_without_a_tokenizer_is_said(family, left, tmp_path):
-    """transformers makes up an empty one for some families and fails obscurely for others."""
+def test_folder_without_a_tokenizer_is_refused(family, left, tmp_path):
+    """transformers creates an empty one for some families and fails obscurely for others."""
     saved(family, tmp_path)
     train_tokenizer().save_pretrained(tmp_path)
     for file in tmp_path.glob("tokenizer*"):

@@ -1,4 +1,4 @@
-"""States below the first trained layer are computed once: scores stay what they were, whatever the cache's size."""
+"""The frozen cache: outputs of frozen layers are computed once, and scores do not depend on the size of the cache."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def engine_of(model: Any, space: Space, cache_mb: float, rows: int = 4) -> Torch
 
 @pytest.mark.parametrize("space", UPPER.values(), ids=UPPER)
 @pytest.mark.parametrize("family", MAKERS)
-def test_scores_are_those_without_a_cache(family, space):
+def test_scores_equal_those_without_a_cache(family, space):
     model, batch = MAKERS[family](), make_batch(9)
     plain = engine_of(model, space, 0)
     assert plain.frozen_cache is None
@@ -56,16 +56,16 @@ def test_scores_are_those_without_a_cache(family, space):
     for _ in range(2):
         np.testing.assert_allclose(cached.score(batch, PAIR), plain.score(batch, PAIR), rtol=1e-5, atol=1e-5)
     again = engine_of(model, space, 1)
-    assert np.array_equal(again.score(batch, PAIR), cached.score(batch, PAIR)), "a hit must give the bits of a miss"
+    assert np.array_equal(again.score(batch, PAIR), cached.score(batch, PAIR)), "a hit gives the bits of a miss"
 
 
-def test_all_layers_are_below_a_head():
+def test_all_layers_are_cached_below_a_head():
     engine, batch = engine_of(make_roberta(), Space("head"), 1), make_batch(9)
     assert len(engine.frozen_cache.layers) == 2
     engine.score(batch, PAIR)
     engine.score(batch, PAIR)
-    assert (engine.frozen_cache.asked, engine.frozen_cache.computed) == (36, 9)
-    assert engine.describe()["trunk"]["saved_share"] == 0.75
+    assert (engine.frozen_cache.requested, engine.frozen_cache.computed) == (36, 9)
+    assert engine.describe()["frozen_cache"]["saved_share"] == 0.75
 
 
 HEADS = {
@@ -79,8 +79,8 @@ HEADS = {
 
 
 @pytest.mark.parametrize(("family", "space"), HEADS.items())
-def test_behind_frozen_layers_only_what_is_read_is_kept_and_seen(family, space):
-    """Equal to a forward over whole rows, with one position an example in memory and in the head."""
+def test_only_positions_that_are_read_are_cached_below_a_head(family, space):
+    """Scores equal those of a forward over whole rows, with one position per example in memory and in the head."""
     model, batch = MAKERS[family](), make_batch(9)
     plain, cached = engine_of(model, Space(space), 0), engine_of(model, Space(space), 1, rows=9)
     cached.check(batch, 1e-2)
@@ -89,12 +89,12 @@ def test_behind_frozen_layers_only_what_is_read_is_kept_and_seen(family, space):
     for _ in range(2):
         np.testing.assert_allclose(cached.score(batch, PAIR), plain.score(batch, PAIR), rtol=1e-5, atol=1e-5)
     assert seen[-1] == (18, 1)
-    kept = [*cached.frozen_cache._kept.values(), cached.frozen_cache._last[2]]
-    assert cached.frozen_cache.held == 4 * sum(state.numel() for state in kept)
-    assert {tuple(state.shape) for state in cached.frozen_cache._kept.values()} == {(1, model.config.hidden_size)}
+    kept = [*cached.frozen_cache._states.values(), cached.frozen_cache._last[2]]
+    assert cached.frozen_cache.held_bytes == 4 * sum(state.numel() for state in kept)
+    assert {tuple(state.shape) for state in cached.frozen_cache._states.values()} == {(1, model.config.hidden_size)}
 
 
-def test_candidates_are_read_at_several_positions():
+def test_candidates_at_several_positions():
     model = make_llama()
     prompts = tuple(Prompt((5, 6, 7 + n), 0, candidates=((11, 12), (13,), (14, 15, 16 + n))) for n in range(4))
     batch = Batch(prompts, Readout("candidates"))
@@ -106,18 +106,18 @@ def test_candidates_are_read_at_several_positions():
 
 
 @pytest.mark.parametrize("space", [Space("full"), Space("lora"), Space("prefix"), Space("*embed*")])
-def test_nothing_is_kept_when_the_first_layer_or_the_embeddings_train(space):
+def test_no_cache_when_the_first_layer_or_the_embeddings_are_trained(space):
     for make_model in (make_roberta, make_llama):
         assert engine_of(make_model(), space, 100).frozen_cache is None
 
 
-def test_a_layer_that_every_depth_shares_is_not_cut():
+def test_no_cache_when_all_depths_share_one_layer():
     engine = engine_of(make(*FAMILIES["albert"]), Space("head"), 100)
     assert engine.frozen_cache is None
     engine.check(make_batch(), 1e-2)
 
 
-def test_the_bound_is_kept_and_does_not_show_in_the_bits():
+def test_limit_is_respected_and_does_not_change_scores():
     model, batch = make_roberta(), make_batch(40)
     space = UPPER["full"]
     room = 20 * 32 * 4 * 5 / MIB  # five of the longest examples
@@ -126,34 +126,34 @@ def test_the_bound_is_kept_and_does_not_show_in_the_bits():
     for _ in range(6):
         some = Batch(tuple(batch.prompts[i] for i in rng.permutation(40)[:16]), batch.readout)
         assert np.array_equal(small.score(some, PAIR), large.score(some, PAIR))
-        assert small.frozen_cache.held <= room * MIB
-    assert small.frozen_cache.computed > large.frozen_cache.computed == len(large.frozen_cache._kept) <= 40
-    assert small.frozen_cache.held == sum(t.numel() * 4 for t in small.frozen_cache._kept.values())
+        assert small.frozen_cache.held_bytes <= room * MIB
+    assert small.frozen_cache.computed > large.frozen_cache.computed == len(large.frozen_cache._states) <= 40
+    assert small.frozen_cache.held_bytes == sum(t.numel() * 4 for t in small.frozen_cache._states.values())
 
 
-def test_what_is_at_hand_counts_and_does_not_show_in_the_bits():
-    """A head's states for both probes: kept for the next step where there is room beside those of the examples."""
+def test_stacked_states_count_towards_the_limit_and_do_not_change_scores():
+    """A head's states for both probes are kept for the next step if they fit beside those of the examples."""
     model, batch = make_roberta(), make_batch(8)
     states = 8 * 32 * 4
-    for room, at_hand in ((2.9 * states, False), (3 * states, True)):
+    for room, stacked in ((2.9 * states, False), (3 * states, True)):
         engine, large = (engine_of(model, Space("head"), mb, rows=8) for mb in (room / MIB, 1))
         for _ in range(2):
             assert np.array_equal(engine.score(batch, PAIR), large.score(batch, PAIR))
-            assert engine.frozen_cache.held <= room
-        assert (engine.frozen_cache._last is not None) == at_hand
-        assert engine.frozen_cache.held == (3 if at_hand else 1) * states
-        engine.frozen_cache.forget()
-        assert engine.frozen_cache.held == 0
+            assert engine.frozen_cache.held_bytes <= room
+        assert (engine.frozen_cache._last is not None) == stacked
+        assert engine.frozen_cache.held_bytes == (3 if stacked else 1) * states
+        engine.frozen_cache.clear()
+        assert engine.frozen_cache.held_bytes == 0
 
 
-def test_a_layer_that_never_runs_is_said():
+def test_layer_that_never_runs_is_an_error():
     model, other = make_roberta(), make_roberta(1)
-    frozen = FrozenCache(model, [other.roberta.encoder.layer[0]], [0], MIB, whole=False)
-    with pytest.raises(ModelError, match=r"RobertaForMaskedLM passed over its last frozen layer.*use --cache-mb 0"):
+    frozen = FrozenCache(model, {other.roberta.encoder.layer[0]: 0}, MIB, all_frozen=False)
+    with pytest.raises(ModelError, match=r"RobertaForMaskedLM did not run its last frozen layer.*use --cache-mb 0"):
         frozen._state(((5, 6, 7), (), ()), lambda ids, _: {"input_ids": ids})
 
 
-def test_segments_tell_examples_apart():
+def test_segments_are_part_of_the_key():
     model = MAKERS["bert"]()
     ids = (5, 6, 7, 8)
     prompts = tuple(Prompt(ids, 0, 2, segments=segments) for segments in ((0, 0, 1, 1), (0, 0, 0, 0)))
@@ -163,7 +163,7 @@ def test_segments_tell_examples_apart():
     assert np.abs(cached.score(batch, PAIR)[:, 0] - cached.score(batch, PAIR)[:, 1]).max() > 1e-3
 
 
-def test_a_run_says_what_it_saved_and_its_journal_does_not_depend_on_the_size(tiny_folder, tiny_data, tmp_path):
+def test_run_records_what_was_saved_and_its_journal_does_not_depend_on_the_limit(tiny_folder, tiny_data, tmp_path):
     options = {"space": "lora", "layers": "1:", "steps": 30, "batch_size": 4, "eval_every": 10, "threads": 1, "seed": 5}
 
     def run(name: str, cache_mb: float) -> api.Run:
@@ -184,14 +184,14 @@ def test_a_run_says_what_it_saved_and_its_journal_does_not_depend_on_the_size(ti
     assert large.digest == small.digest
     notes = [json.loads(line) for line in (tmp_path / "large" / "metrics.jsonl").read_text().splitlines()]
     last = [note for note in notes if note["event"] == "engine"][-1]
-    assert last["trunk"]["frozen_layers"] == 1
-    assert last["trunk"]["saved_share"] > 0.8
+    assert last["frozen_cache"]["frozen_layers"] == 1
+    assert last["frozen_cache"]["saved_share"] > 0.8
     with pytest.raises(api.ConfigError, match="cache_mb cannot change"):
         api.finetune(resume=large.out, steps=31, cache_mb=0)
 
 
-def test_a_head_alone_takes_many_rows_and_one_thread_and_gives_the_threads_back(tiny_folder):
-    """By any name, not only as the space `head`; a classification head, which sees whole rows, keeps to small units."""
+def test_head_alone_uses_large_micro_batches_and_one_thread(tiny_folder):
+    """Under any name, not only as the space `head`; a classification head, which reads whole rows, uses small micro-batches."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -32,13 +32,13 @@ PAIR = (Probe(((7, 0.02),)), Probe(((7, -0.02),)))
 
 @pytest.fixture(params=[64 * 1024, 0], ids=["flat", "one-by-one"])
 def small(request, monkeypatch):
-    """Both homes of a tensor: in the flat buffer, and on its own, where blocks are fused."""
+    """Tensors in the flat buffer, and each on its own."""
     monkeypatch.setattr(flat_buffer, "SMALL", request.param)
 
 
 def engine_of(model: torch.nn.Module, space: Space, kind: str = "rademacher", **extra) -> TorchEngine:
     engine = TorchEngine(model, space, noise_kind=kind, seed=3, pad_id=1, device=DEVICE, **extra)
-    assert engine.population.ops.kernels, "the fast path must be what is tested"
+    assert engine.population.ops.kernels, "kernels are what is tested"
     rng = np.random.default_rng(1)  # LoRA's B starts at zero, which would hide mistakes in A
     engine.load_state({n: (v + rng.normal(0, 0.05, v.shape)).astype(np.float32) for n, v in engine.state().items()})
     return engine
@@ -47,7 +47,7 @@ def engine_of(model: torch.nn.Module, space: Space, kind: str = "rademacher", **
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_scores_equal_weights_written_in(make, space, kind, small):
+def test_scores_equal_a_plain_model_with_perturbed_weights(make, space, kind, small):
     model = make()
     pristine, batch = copy.deepcopy(model), make_batch(4)
     engine = engine_of(model, space, kind)
@@ -65,24 +65,24 @@ del QWEN2["head_dim"]
 
 @pytest.mark.parametrize("space", ["lora-all", "matrices-lowrank"])
 @pytest.mark.parametrize(("kind", "options"), [("Llama", DECODER), ("Qwen2", QWEN2), ("Mistral", DECODER)])
-def test_no_thin_product_is_computed_for_nothing(kind, options, space, monkeypatch):
-    """Layers whose inputs have one width but not one content (`o_proj` beside query, key and value), with biases or not."""
-    from mezzo.engines.torch.gpu.lowrank_layers import Group
+def test_no_low_rank_product_is_computed_twice(kind, options, space, monkeypatch):
+    """Layers with inputs of equal width that differ (`o_proj` beside query, key and value), with biases or not."""
+    from mezzo.engines.torch.gpu.lowrank_layers import LowRankGroup
 
     computed: list[tuple[str, int]] = []
-    real = Group._computed
+    real = LowRankGroup._compute
 
     def counted(self, first, rows):
-        computed.extend((adapter.path, rows.shape[1]) for adapter in self.adapters[first:])
+        computed.extend((layer.path, rows.shape[1]) for layer in self.layers[first:])
         return real(self, first, rows)
 
-    monkeypatch.setattr(Group, "_computed", counted)
+    monkeypatch.setattr(LowRankGroup, "_compute", counted)
     model = make(f"{kind}ForCausalLM", options)
     pristine, batch = copy.deepcopy(model), make_batch(4)
     engine = engine_of(model, SPACES[space])
     found = engine.score(batch, PAIR)
     assert len(computed) >= 7 * 2
-    assert len(set(computed)) == len(computed), "nothing twice from as many positions"
+    assert len(set(computed)) == len(computed), "nothing twice from equally many positions"
     expected = [
         plain_scores(written(pristine, engine.trained, engine.state(), "rademacher", probe, SPACES[space]), batch)
         for probe in PAIR
@@ -91,7 +91,7 @@ def test_no_thin_product_is_computed_for_nothing(kind, options, space, monkeypat
 
 
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
-def test_rows_of_an_embedding_have_the_noise_of_the_whole(kind):
+def test_embedding_rows_have_the_noise_of_the_whole_table(kind):
     from mezzo.engines.torch.forward.probe_point import words_on
     from mezzo.engines.torch.gpu.kernels.streams import moved_rows
     from mezzo.method import noise
@@ -111,7 +111,7 @@ def test_rows_of_an_embedding_have_the_noise_of_the_whole(kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("inner", [96, 1040], ids=["whole", "in-pieces"])
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "low-rank"])
-def test_thin_products_equal_float64(lora, dtype, inner):
+def test_low_rank_products_equal_float64(lora, dtype, inner):
     from mezzo.engines.torch.gpu.kernels import lowrank
 
     rng = np.random.default_rng(0)
@@ -128,7 +128,7 @@ def test_thin_products_equal_float64(lora, dtype, inner):
     flat = torch.from_numpy(np.concatenate([down.ravel(), up.ravel()])).float()
     laid = down_z if lora else down_z.transpose(0, 2, 1)
     z = torch.from_numpy(np.concatenate([laid.ravel(), up_z.ravel()])).to(dtype)
-    high = flat_buffer.to(dtype)
+    high = flat.to(dtype)
     parts = (torch.stack([high, (flat - high.float()).to(dtype), z]) if lora else z[None]).to(DEVICE)
     at = torch.arange(modules, device=DEVICE)
     bias = torch.from_numpy(rng.normal(size=(modules, outer))).to(DEVICE, dtype)
@@ -155,8 +155,8 @@ def test_thin_products_equal_float64(lora, dtype, inner):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_replays_follow_seeds_scales_and_tokens(model, space, dtype, small):
-    """What a graph reads from device memory changes its scores exactly as running the kernels again does."""
+def test_replayed_graphs_follow_seeds_scales_and_tokens(model, space, dtype, small):
+    """A replay gives exactly the scores of the kernels launched again."""
     engine = engine_of(model().to(dtype), space)
     kept = engine.graphs
     for step in range(4):
@@ -173,7 +173,7 @@ def test_replays_follow_seeds_scales_and_tokens(model, space, dtype, small):
 @on_a_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
-def test_replayed_updates_leave_the_weights_of_a_cpu(space, dtype, small):
+def test_replayed_updates_give_the_weights_of_a_cpu(space, dtype, small):
     engine = engine_of(make_roberta().to(dtype), space)
     twin = TorchEngine(make_roberta().to(dtype), space, seed=3, pad_id=1)
     twin.load_state(engine.state())
@@ -188,15 +188,15 @@ def test_replayed_updates_leave_the_weights_of_a_cpu(space, dtype, small):
 
 @on_a_gpu
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
-def test_steps_in_graphs_are_steps_without(space):
-    """Updates that wait for the next forward are there when it runs, and whenever anybody looks at the weights."""
+def test_steps_with_graphs_equal_steps_without(space):
+    """An update that waits for the next forward is applied when that runs, and before the weights are read."""
     engine, plain = (engine_of(make_roberta(), space) for _ in range(2))
     plain.graphs = None
     batches = [make_batch(6, seed=seed, lengths=(9, 16)) for seed in range(2)]
     for step in range(12):
         batch, probes = batches[step % 5 == 4], (Probe(((2**63 + step, 0.01),)), Probe(((2**63 + step, -0.01),)))
         coming = Question(batches[(step + 1) % 5 == 4], (Probe(((2**64 - 1, 0.01),)), Probe(((2**64 - 1, -0.01),))))
-        engine.expect(lambda found=coming: found)  # not what will come: what was sent ahead must not be used
+        engine.pipeline.prefetch(lambda found=coming: found)  # not what will come: what was sent ahead must not be used
         np.testing.assert_array_equal(engine.score(batch, probes), plain.score(batch, probes))
         update = Update(((2**63 + step, float(np.float32(1e-3))),))
         for one in (engine, plain):
@@ -213,7 +213,7 @@ def test_steps_in_graphs_are_steps_without(space):
 
 
 @on_a_gpu
-def test_graphs_are_few(monkeypatch):
+def test_number_of_graphs_is_limited(monkeypatch):
     monkeypatch.setattr("mezzo.engines.torch.gpu.graphs.MOST", 3)
     engine = engine_of(make_roberta(), SPACES["lora"], micro_batch=MicroBatch(4, pad_to=8))
     for length in (5, 12, 20, 28, 5, 12, 20, 28):
@@ -240,8 +240,8 @@ def test_candidates_without_shared_prompts():
 
 @on_a_gpu
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
-def test_sixteen_bit_slopes_are_those_of_float32(space):
-    """The difference of both signs survives sixteen-bit activations: what the estimator sees is right to a tenth."""
+def test_16_bit_slopes_are_close_to_those_of_float32(space):
+    """The difference of both signs survives 16-bit activations."""
     batch, probes = make_batch(32), (Probe(((7, 0.01),)), Probe(((7, -0.01),)))
     exact = engine_of(make_roberta().to(torch.bfloat16).float(), space).score(batch, probes)
     found = engine_of(make_roberta().to(torch.bfloat16), space).score(batch, probes)

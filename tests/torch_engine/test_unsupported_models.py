@@ -1,4 +1,4 @@
-"""Architectures that one forward cannot carry, saved to disk as users have them: refused in one line, or made to work."""
+"""Architectures that one forward cannot compute, saved as users have them: refused in one line, or trained in another space."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("name", "space", "message"), REFUSED)
-def test_it_is_refused_in_one_line(name, space, message, saved, tiny_data, tmp_path, capfd):
+def test_unsupported_model_is_refused_in_one_line(name, space, message, saved, tiny_data, tmp_path, capfd):
     arguments = {"model": saved / name, "task": "sst-2", "train": tiny_data, "dev": tiny_data, "space": space}
     arguments |= {"steps": 2, "threads": 1, "device": "cpu", "eps": 1e-2, "out": tmp_path / "run"}
     capfd.readouterr()
@@ -72,7 +72,7 @@ def test_it_is_refused_in_one_line(name, space, message, saved, tiny_data, tmp_p
 
 
 @pytest.mark.parametrize(("name", "space"), WORKS)
-def test_it_works_in_other_spaces(name, space, saved, tiny_data, tmp_path):
+def test_model_is_trained_in_other_spaces(name, space, saved, tiny_data, tmp_path):
     """The check before step 1 has compared it with plain forwards; the run must then be rebuilt to the bit."""
     run = api.finetune(
         str(saved / name), task="sst-2", train=tiny_data, dev=tiny_data, space=space, steps=4, batch_size=4, eval_every=4,

@@ -1,4 +1,4 @@
-"""`recipe` is the published algorithm bit for bit, and the engine follows it when given the same directions."""
+"""The published step is the published algorithm bit for bit, and the engine follows it when given the same directions."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def batches() -> list[Batch]:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_recipe_is_the_published_algorithm_bit_for_bit(batches, decay):
+def test_published_step_equals_its_description_bit_for_bit(batches, decay):
     one, two = make_roberta(), make_roberta()
     expected = published(one, batches, decay)
     np.random.seed(42)
@@ -83,7 +83,7 @@ def test_recipe_is_the_published_algorithm_bit_for_bit(batches, decay):
 
 
 class PublishedNoise:
-    """The recipe's directions behind the engine's interface, so that both walk the same path."""
+    """The published directions behind the engine's interface, so that both move along the same ones."""
 
     kind = "rademacher"
 
@@ -119,7 +119,7 @@ class PublishedNoise:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_the_engine_follows_the_recipe(batches, decay):
+def test_engine_follows_the_published_step(batches, decay):
     model = make_roberta()
     engine = TorchEngine(copy.deepcopy(model), Space("full"))
     engine.population.ops.source = PublishedNoise(model)
