@@ -33,12 +33,12 @@ PAIR = (Probe(((7, 0.02),)), Probe(((7, -0.02),)))
 @pytest.fixture(params=[64 * 1024, 0], ids=["flat", "one-by-one"])
 def small(request, monkeypatch):
     """Both homes of a tensor: in the flat buffer, and on its own, where blocks are fused."""
-    monkeypatch.setattr(flat_buffer, "SMALL", request.param)
+    monkeypatch.setattr(flat_buffer, "MAX_SMALL_ELEMENTS", request.param)
 
 
 def engine_of(model: torch.nn.Module, space: Space, kind: str = "rademacher", **extra) -> TorchEngine:
     engine = TorchEngine(model, space, noise_kind=kind, seed=3, pad_id=1, device=DEVICE, **extra)
-    assert engine.population.ops.kernels, "the fast path must be what is tested"
+    assert engine.population.ops.uses_kernels, "the fast path must be what is tested"
     rng = np.random.default_rng(1)  # LoRA's B starts at zero, which would hide mistakes in A
     engine.load_state({n: (v + rng.normal(0, 0.05, v.shape)).astype(np.float32) for n, v in engine.state().items()})
     return engine
@@ -93,7 +93,7 @@ def test_no_thin_product_is_computed_for_nothing(kind, options, space, monkeypat
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
 def test_rows_of_an_embedding_have_the_noise_of_the_whole(kind):
     from mezzo.engines.torch.forward.probe_point import words_on
-    from mezzo.engines.torch.gpu.kernels.streams import moved_rows
+    from mezzo.engines.torch.gpu.kernels.noise_buffer import perturb_rows
     from mezzo.method import noise
 
     rng = np.random.default_rng(0)
@@ -102,7 +102,7 @@ def test_rows_of_an_embedding_have_the_noise_of_the_whole(kind):
     key, bits = words_on(DEVICE, [noise.name_hash("w")]), words_on(DEVICE, [seed])
     scales = torch.tensor([0.1, -0.1, 0.03], device=DEVICE)
     tensors = (torch.from_numpy(values).to(DEVICE) for values in (table, ids))
-    found = moved_rows(*tensors, key, bits, scales, kind).cpu().numpy()
+    found = perturb_rows(*tensors, key, bits, scales, kind).cpu().numpy()
     z = noise.dense(kind, seed, "w", 0, table.size).reshape(table.shape)
     expected = [(table + scale * z)[ids] for scale in scales.tolist()]
     np.testing.assert_allclose(found, np.array(expected, dtype=np.float32), rtol=1e-6, atol=1e-6)
@@ -128,7 +128,7 @@ def test_thin_products_equal_float64(lora, dtype, inner):
     flat = torch.from_numpy(np.concatenate([down.ravel(), up.ravel()])).float()
     laid = down_z if lora else down_z.transpose(0, 2, 1)
     z = torch.from_numpy(np.concatenate([laid.ravel(), up_z.ravel()])).to(dtype)
-    high = flat_buffer.to(dtype)
+    high = flat.to(dtype)
     parts = (torch.stack([high, (flat - high.float()).to(dtype), z]) if lora else z[None]).to(DEVICE)
     at = torch.arange(modules, device=DEVICE)
     bias = torch.from_numpy(rng.normal(size=(modules, outer))).to(DEVICE, dtype)
@@ -136,9 +136,9 @@ def test_thin_products_equal_float64(lora, dtype, inner):
     places = tuple(rank * inner * number for number in range(modules))
     factors = lowrank.Factors(rank, factor, parts, places, modules * rank * inner + at * outer * rank)
     on_device = torch.tensor(scales, device=DEVICE)
-    t = lowrank.down(given, factors, on_device)
+    t = lowrank.project_down(given, factors, on_device)
     y = torch.empty((modules, members * rows, outer), device=DEVICE, dtype=dtype)
-    lowrank.up(y, lowrank.Term(t, factors, on_device), bias)
+    lowrank.project_up(y, lowrank.LowRankTerm(t, factors, on_device), bias)
     exact = given.double().cpu().numpy().reshape(members, rows, inner)
     for module in range(modules):
         for member, scale in enumerate(scales):
@@ -167,7 +167,7 @@ def test_replays_follow_seeds_scales_and_tokens(model, space, dtype, small):
             replayed = engine.score(batch, pair)
             engine.graphs = None
             np.testing.assert_array_equal(replayed, engine.score(batch, pair))
-    assert all(one.graph is not None for one in kept.captured.values()) and len(kept.captured) <= 4
+    assert all(one.graph is not None for one in kept.forwards.values()) and len(kept.forwards) <= 4
 
 
 @on_a_gpu
@@ -196,7 +196,7 @@ def test_steps_in_graphs_are_steps_without(space):
     for step in range(12):
         batch, probes = batches[step % 5 == 4], (Probe(((2**63 + step, 0.01),)), Probe(((2**63 + step, -0.01),)))
         coming = Question(batches[(step + 1) % 5 == 4], (Probe(((2**64 - 1, 0.01),)), Probe(((2**64 - 1, -0.01),))))
-        engine.expect(lambda found=coming: found)  # not what will come: what was sent ahead must not be used
+        engine.pipeline.prefetch(lambda found=coming: found)  # not what will come: what was sent ahead must not be used
         np.testing.assert_array_equal(engine.score(batch, probes), plain.score(batch, probes))
         update = Update(((2**63 + step, float(np.float32(1e-3))),))
         for one in (engine, plain):
@@ -208,18 +208,18 @@ def test_steps_in_graphs_are_steps_without(space):
                 engine.score(batch, (Probe(), Probe())), plain.score(batch, (Probe(), Probe()))
             )
     waits = not engine.population.large
-    assert bool(any(one.after for one in engine.graphs.captured.values())) == waits
+    assert bool(any(one.joint_graphs for one in engine.graphs.forwards.values())) == waits
     assert engine.digest() == plain.digest()
 
 
 @on_a_gpu
 def test_graphs_are_few(monkeypatch):
-    monkeypatch.setattr("mezzo.engines.torch.gpu.graphs.MOST", 3)
+    monkeypatch.setattr("mezzo.engines.torch.gpu.graphs.MAX_SHAPES", 3)
     engine = engine_of(make_roberta(), SPACES["lora"], micro_batch=MicroBatch(4, pad_to=8))
     for length in (5, 12, 20, 28, 5, 12, 20, 28):
         for _ in range(3):
             engine.score(make_batch(4, lengths=(length, length + 1)), PAIR)
-        assert len(engine.graphs.captured) <= 3
+        assert len(engine.graphs.forwards) <= 3
 
 
 @on_a_gpu

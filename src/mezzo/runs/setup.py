@@ -232,7 +232,7 @@ def check_header(header: dict[str, Any], parts: Parts, train: Sequence[Prompt]) 
     """A resumed run must see the same noise and the same data."""
     if header.get("noise") != noise.VERSION:
         raise JournalError(f"the run uses noise {header.get('noise')!r}; this mezzo makes {noise.VERSION!r}")
-    if parts.config.dtype in rounding.SHORT and header.get("rounding") != rounding.VERSION:
+    if parts.config.dtype in rounding.DTYPES and header.get("rounding") != rounding.VERSION:
         raise JournalError(f"the run rounds by {header.get('rounding')!r}; this mezzo by {rounding.VERSION!r}")
     if header.get("data") != data_digest(train):
         raise JournalError("the training data has changed since the run began; restore it, or start a new run")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mezzo.engines.sglang.shards import Part
 from mezzo.engines.torch.weights.noise import NoiseSource
-from mezzo.engines.torch.weights.reference import move_values
+from mezzo.engines.torch.weights.reference_ops import update_values
 from mezzo.errors import ModelError
 from mezzo.method import noise, rounding
 from mezzo.types import TrainedTensor, Update
@@ -52,14 +52,14 @@ class Matrices:
         """To the rounding that every engine keeps; U·Vᵀ is integers, exact in any order and on any share of it."""
         for trained in self.trained:
             scaled = tuple((seed, noise.factor_scale(coef, trained.rank)) for seed, coef in update.terms)
-            move_values(
+            update_values(
                 self.view(trained),
                 trained.decay,
                 Update(scaled, update.keep),
                 lambda seed, t=trained: self._noise(t, seed),  # type: ignore[misc]
-                lambda t=trained: self._rounding(t, rounding.seed_of(update)),  # type: ignore[misc]
+                lambda t=trained: self._rounding(t, rounding.first_seed(update)),  # type: ignore[misc]
             )
-        self.source.forget()
+        self.source.clear_cache()
 
     def _noise(self, trained: TrainedTensor, seed: int) -> Tensor:
         part = self.places[trained.name][0]
@@ -69,7 +69,7 @@ class Matrices:
     def _rounding(self, trained: TrainedTensor, seed: int) -> Tensor:
         """The rounding bits of this share, two bytes an element: whole rows are drawn, its columns kept."""
         part, width = self.places[trained.name][0], trained.shape[1]
-        drawn = self.source.rounding(seed, trained.name, part.rows[0] * width, part.rows[1] * width)
+        drawn = self.source.rounding_bits(seed, trained.name, part.rows[0] * width, part.rows[1] * width)
         first, last = part.cols
         return drawn.view(-1, 2 * width)[:, 2 * first : 2 * last].contiguous()
 

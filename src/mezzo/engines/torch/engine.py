@@ -176,12 +176,12 @@ class TorchEngine:
         if self.graphs is None:
             self.population.replay(updates)
         else:
-            self.graphs.replay(updates)
+            self.graphs.apply(updates)
 
     def settle(self) -> None:
         """Launch what was applied and waits for the next forward: before anybody but a graph looks at the weights."""
         if self.graphs is not None:
-            self.graphs.settle()
+            self.graphs.flush()
 
     @torch.no_grad()
     def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[tuple[int, ...]]]:
@@ -206,7 +206,7 @@ class TorchEngine:
             raise JournalError("the tensors do not belong to this run: their names differ")
         self.settle()
         if self.pipeline is not None:
-            self.pipeline.drop()
+            self.pipeline.cancel()
         for trained in self.trained:
             value = self.population.value(trained.name)
             if tuple(tensors[trained.name].shape) != trained.shape:
@@ -224,7 +224,7 @@ class TorchEngine:
             "device": name,
             "dtype": str(self.dtype).removeprefix("torch."),
             "torch": torch.__version__,
-            "graphs": "none" if self.graphs is None else self.graphs.refused or "on",
+            "graphs": "none" if self.graphs is None else self.graphs.capture_error or "on",
             "threads": torch.get_num_threads(),
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "trained_parameters": sum(int(np.prod(t.shape)) for t in self.trained),
@@ -232,7 +232,9 @@ class TorchEngine:
         }
 
     def close(self) -> None:
-        self.population.source.forget()
+        self.population.source.clear_cache()
+        if self.graphs is not None:
+            self.graphs.close()
         if self.frozen_cache:
             self.frozen_cache.forget()
         self.at_close()

@@ -84,22 +84,22 @@ class LoraWeights:
         for index, flat in enumerate(population.flat_buffers):
             key = (index, *slots)
             if key not in self._whole:
-                self._whole[key] = self.slots.whole(slots, [slot.trained for slot in flat.slots])
+                self._whole[key] = self.slots.whole(slots, [entry.trained for entry in flat.entries])
             if (targets := self._whole[key]) is None:
                 return False
-            ends = [*(slot.start for slot in flat.slots[1:]), flat.values.numel()]
+            ends = [*(entry.start for entry in flat.entries[1:]), flat.values.numel()]
             sizes = [
                 n
-                for slot, end in zip(flat.slots, ends, strict=True)
-                for n in (slot.count, end - slot.start - slot.count)
+                for entry, end in zip(flat.entries, ends, strict=True)
+                for n in (entry.count, end - entry.start - entry.count)
             ]
-            values = population.ops.small_members(flat, point)
+            values = population.ops.perturb_flat(flat, point)
             torch._foreach_copy_(targets, [piece for row in values for piece in row.split(sizes)[::2]])
         return True
 
     def apply(self, update: Update) -> None:
         self.population.apply(update)
-        self.population.source.forget()
+        self.population.source.clear_cache()
 
     def state(self) -> list[Piece]:
         return [_whole(name, self.population.value(name)) for name in self.population.trained]

@@ -93,7 +93,7 @@ class ServedMatrices:
     def apply(self, updates: Sequence[Update]) -> None:
         self.write([order(self.trained, updates)])
         self.ahead += updates
-        self.source.forget()
+        self.source.clear_cache()
 
     @torch.no_grad()
     def state(self) -> dict[str, Array]:

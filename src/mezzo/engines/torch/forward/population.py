@@ -18,7 +18,7 @@ from torch import Tensor
 from mezzo.engines.torch.forward.probe_point import DeviceUpdate, ProbePoint
 from mezzo.engines.torch.weights.flat_buffer import group_flat_buffers, is_large
 from mezzo.engines.torch.weights.noise import NoiseSource
-from mezzo.engines.torch.weights.reference import ReferenceOps
+from mezzo.engines.torch.weights.reference_ops import ReferenceOps
 from mezzo.errors import ModelError
 from mezzo.types import Probe, TrainedTensor, Update
 
@@ -43,7 +43,7 @@ class Population:
         self.trained = {trained.name: trained for trained, _ in tensors}
         self.large = {t.name: v.detach().contiguous() for t, v in tensors if is_large(t, v)}
         self.flat_buffers = group_flat_buffers([(t, v) for t, v in tensors if t.name not in self.large])
-        self._views = {slot.trained.name: flat.view(slot) for flat in self.flat_buffers for slot in flat.slots}
+        self._views = {entry.trained.name: flat.view(entry) for flat in self.flat_buffers for entry in flat.entries}
         self.scratch = torch.empty(0)
         self._small: dict[str, Tensor] | None = None
         self.point = ProbePoint((), source.device)
@@ -75,16 +75,16 @@ class Population:
         for update in updates:
             if not update.empty:
                 self.apply(update)
-            self.source.forget()
+            self.source.clear_cache()
 
     def apply(self, update: Update) -> None:
-        """θ ← keep·θ − Σ c·z, to the rounding that `plain` states."""
+        """θ ← keep·θ − Σ c·z, to the rounding that `update_values` states."""
         self.move(DeviceUpdate(update, self.source.device))
 
     def move(self, move: DeviceUpdate) -> None:
         for flat in self.flat_buffers:
-            self.ops.move_small(flat, move)
-        self.ops.move_all([(self.trained[name], tensor) for name, tensor in self.large.items()], move)
+            self.ops.update_flat(flat, move)
+        self.ops.update_matrices([(self.trained[name], tensor) for name, tensor in self.large.items()], move)
 
     # ---- the members of a forward
 
@@ -93,7 +93,7 @@ class Population:
         """Forwards inside compute every row block at its own probe."""
         self.point = point if isinstance(point, ProbePoint) else ProbePoint(tuple(point), self.source.device)
         if self.perturbed:
-            self.ops.begin(self.point)
+            self.ops.begin_forward(self.point)
         try:
             yield
         finally:
@@ -133,13 +133,13 @@ class Population:
     def member_matrix(self, name: str) -> Tensor:
         """[P, *shape] of a large tensor, in scratch that all layers share: use it before asking for another."""
         out = self._room(self.large[name])
-        self.ops.members(self.trained[name], self.large[name], self.point, out)
+        self.ops.perturb_matrix(self.trained[name], self.large[name], self.point, out)
         return out
 
     def joint_matrix(self, names: Sequence[str], value: Tensor) -> Tensor:
         """The same for dense matrices of one shape that lie below each other in `value`, in one go."""
         out = self._room(value)
-        self.ops.joint_members([self.trained[name] for name in names], value, self.point, out)
+        self.ops.perturb_stacked([self.trained[name] for name in names], value, self.point, out)
         return out
 
     def _room(self, value: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class Population:
         if not self.perturbed:
             picked = self.large[name][ids].float()
             return picked.expand(self.members, *picked.shape)
-        return self.ops.moved_rows(trained, self.large[name], ids, self.point)
+        return self.ops.perturb_rows(trained, self.large[name], ids, self.point)
 
     def factor_scales(self, rank: int) -> Tensor:
         """[P, K] scales of the integer products U·Vᵀ."""
@@ -181,10 +181,10 @@ class Population:
     def _small_members(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for flat in self.flat_buffers:
-            values = self.ops.small_members(flat, self.point)
-            for slot in flat.slots:
-                block = values[:, slot.start : slot.start + slot.count]
-                found[slot.trained.name] = block.reshape(self.members, *slot.trained.shape)
+            values = self.ops.perturb_flat(flat, self.point)
+            for entry in flat.entries:
+                block = values[:, entry.start : entry.start + entry.count]
+                found[entry.trained.name] = block.reshape(self.members, *entry.trained.shape)
         return found
 
 
@@ -192,8 +192,8 @@ def choose_ops(source: NoiseSource, compute: torch.dtype) -> ReferenceOps:
     """Kernels where there is a GPU and Triton to write them in, plain torch elsewhere: the same weights bit for bit."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # kernels on a CPU, for tests
     if (source.device.type == "cuda" or interpreted) and importlib.util.find_spec("triton") is not None:
-        from mezzo.engines.torch.gpu.fused import DeviceNoise
-        from mezzo.engines.torch.gpu.graph_noise import GraphOps
+        from mezzo.engines.torch.gpu.fused_ops import DeviceNoise
+        from mezzo.engines.torch.gpu.graph_ops import GraphOps
 
         return GraphOps(DeviceNoise(source.kind, source.device), compute)
     return ReferenceOps(source)

@@ -51,7 +51,7 @@ def _attention(module: Any, population: Population) -> None:
             )
         query, key = (projected(module, name, hidden_states).contiguous() for name in "qk")
         value = heads_of(module.v_proj(hidden_states), size)
-        decoder.turn(query, key, cos.contiguous(), sin.contiguous())  # in what the projections left
+        decoder.rotate(query, key, cos.contiguous(), sin.contiguous())  # in what the projections left
         query, key = heads_of(query, size), heads_of(key, size)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, module.layer_idx)

@@ -16,8 +16,8 @@ from transformers.activations import GELUActivation
 from mezzo.engines.torch.catalog import canonical_names, known
 from mezzo.engines.torch.forward.last_layer import ENCODERS, last_of
 from mezzo.engines.torch.forward.population import Population
-from mezzo.engines.torch.gpu.fused import WHOLE
-from mezzo.engines.torch.gpu.graph_noise import GraphOps
+from mezzo.engines.torch.gpu.fused_ops import STACK_ALIGN
+from mezzo.engines.torch.gpu.graph_ops import GraphOps
 from mezzo.engines.torch.gpu.kernels import encoder, lowrank, norms
 from mezzo.engines.torch.gpu.lowrank_layers import adapter_of
 from mezzo.method.space import lora_names
@@ -59,7 +59,9 @@ class Product:
         self.factors = found[0][1].factors([adapter for adapter, _ in found]) if found else None
         numbers = iter(range(len(found)))
         self.places = tuple(-1 if pair is None else next(numbers) for pair in adapters)
-        few = self.factors is not None and len(self.factors.parts) == 1 and self.factors.rank <= norms.FEW
+        few = (
+            self.factors is not None and len(self.factors.components) == 1 and self.factors.rank <= norms.MAX_TERM_RANK
+        )
         self.below = len(found) * self.factors.rank if few and self.factors else 0
         """Lines below the weights that hold factors."""
         self.all = self._together(modules)
@@ -69,10 +71,10 @@ class Product:
             self.up = self.weight.new_zeros(self.below * modules[0].out_features).view(shape)
             lines = self.all[len(self.weight) :][: self.below].chunk(len(found))
             for (adapter, _), down, up in zip(found, lines, self.up, strict=True):
-                work.keep_turned(adapter.down, down)
-                work.keep_turned(adapter.up, up)
+                work.keep_transposed(adapter.down, down)
+                work.keep_transposed(adapter.up, up)
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, lowrank.Term | None]:
+    def __call__(self, x: Tensor) -> tuple[Tensor, lowrank.LowRankTerm | None]:
         """[rows, outputs of all layers side by side], and their thin term, which is still to be added."""
         population = self.population
         if self.dense and population.perturbed:
@@ -84,24 +86,24 @@ class Product:
             return self._with_beside(x, self.factors)
         return torch.mm(x, self.weight.T), self._term(x, self.factors)
 
-    def alone(self, x: Tensor) -> tuple[Tensor, lowrank.Term | None]:
+    def alone(self, x: Tensor) -> tuple[Tensor, lowrank.LowRankTerm | None]:
         """The same of one layer for those who add low-rank noise only: LoRA's term is in the product already."""
         if self.factors is None or not self.population.perturbed:
             return self(x)[0], None
         if self.below:
             return self._with_beside(x, self.factors)
         y = torch.empty((len(x), len(self.weight)), device=x.device, dtype=x.dtype)
-        lowrank.up(y[None], self._term(x, self.factors), None)
+        lowrank.project_up(y[None], self._term(x, self.factors), None)
         return y.addmm_(x, self.weight.T), None
 
-    def _with_beside(self, x: Tensor, factors: lowrank.Factors) -> tuple[Tensor, lowrank.Term]:
+    def _with_beside(self, x: Tensor, factors: lowrank.Factors) -> tuple[Tensor, lowrank.LowRankTerm]:
         y, width = torch.mm(x, self.all.T), len(self.weight)
         t = y[None, :, width : width + self.below]
-        return y[:, :width], lowrank.Term(t, factors, self.population.point.scales, self.places, self.up)
+        return y[:, :width], lowrank.LowRankTerm(t, factors, self.population.point.scales, self.places, self.up)
 
-    def _term(self, x: Tensor, factors: lowrank.Factors) -> lowrank.Term:
+    def _term(self, x: Tensor, factors: lowrank.Factors) -> lowrank.LowRankTerm:
         scales = self.population.point.scales
-        return lowrank.Term(lowrank.down(x, factors, scales), factors, scales, self.places)
+        return lowrank.LowRankTerm(lowrank.project_down(x, factors, scales), factors, scales, self.places)
 
     def bias(self, number: int = 0) -> Tensor:
         """[P, n] of one of the layers."""
@@ -140,7 +142,7 @@ class Layer:
         ]
         self.first, self.out, self.wide, self.narrow = products
         self.norms = (layer.attention.output.LayerNorm, layer.output.LayerNorm)
-        self.lora = any(product.factors is not None and len(product.factors.parts) > 1 for product in products)
+        self.lora = any(product.factors is not None and len(product.factors.components) > 1 for product in products)
 
     @classmethod
     def override(cls, layer: Any, path: str, population: Population, names: dict[int, str], scaling: float) -> None:
@@ -167,7 +169,7 @@ class Layer:
             and hidden.is_contiguous()
             and hidden.dtype == population.compute
             and hidden.shape[0] == population.members * population.rows
-            and hidden.shape[1] <= encoder.LONGEST[hidden.dtype]
+            and hidden.shape[1] <= encoder.MAX_TOKENS[hidden.dtype]
             and (mask is None or (mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1] == 1))
         )
 
@@ -242,7 +244,7 @@ def _alike(group: Sequence[Any], population: Population, names: dict[int, str]) 
     dense = [name in population.trained and not population.trained[name].rank for name in weights]
     if all(dense):
         own = all(name in population.large for name in weights)
-        if not own or (len(group) > 1 and group[0].weight.numel() % WHOLE):
+        if not own or (len(group) > 1 and group[0].weight.numel() % STACK_ALIGN):
             return False
     return (
         len(biases) == 1

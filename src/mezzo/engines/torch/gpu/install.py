@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 def attach(engine: TorchEngine, scaling: float) -> None:
     """Override what has kernels. Where the work is plain torch (a CPU, no Triton), nothing is."""
     population = engine.population
-    if not population.ops.kernels:
+    if not population.ops.uses_kernels:
         return
     from mezzo.engines.torch.gpu import decoder, encoder, lowrank_layers, norms
-    from mezzo.engines.torch.gpu.graph_noise import GraphOps
+    from mezzo.engines.torch.gpu.graph_ops import GraphOps
 
     assert isinstance(population.ops, GraphOps)
-    population.ops.prepare(list(population.trained.values()), population.flat_buffers, population.large)
+    population.ops.allocate(list(population.trained.values()), population.flat_buffers, population.large)
     lowrank_layers.attach(engine.model, population, scaling)
     norms.attach(engine.model, population)
     decoder.attach(engine.model, population)

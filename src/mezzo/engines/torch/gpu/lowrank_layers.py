@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mezzo.engines.torch.catalog import canonical_names
 from mezzo.engines.torch.forward.modules import output_head
 from mezzo.engines.torch.forward.population import Population
-from mezzo.engines.torch.gpu.graph_noise import GraphOps
+from mezzo.engines.torch.gpu.graph_ops import GraphOps
 from mezzo.engines.torch.gpu.kernels import lowrank
 from mezzo.method.space import lora_names
 
@@ -84,15 +84,15 @@ def adapter_of(
     if down in population.trained and up in population.trained:
         rank = population.trained[down].shape[0]
         for flat in population.flat_buffers:
-            at = {slot.trained.name: slot.start for slot in flat.slots}
+            at = {entry.trained.name: entry.start for entry in flat.entries}
             if down in at and up in at and _fits(rank):
-                return Adapter(module, path, at[down], at[up], bias), Kind(rank, scaling, work.lora_parts(flat))
+                return Adapter(module, path, at[down], at[up], bias), Kind(rank, scaling, work.lora_components(flat))
         return None
     weight = names[id(module.weight)]
     trained = population.trained.get(weight)
     if trained is None or not trained.rank or not _fits(trained.rank):
         return None
-    places = work.factor_at[f"{weight}/V"], work.factor_at[f"{weight}/U"]
+    places = work.factor_offsets[f"{weight}/V"], work.factor_offsets[f"{weight}/U"]
     return Adapter(module, path, *places, bias), Kind(trained.rank, trained.rank**-0.5, work.factor_noise[None])
 
 
@@ -141,12 +141,12 @@ class Group:
         population.split(rows, self.adapters[first].path)  # says so if the rows are not the members' own
         x = rows.view(-1, rows.shape[-1])
         scales, rank = population.point.scales, self.factors[first].rank
-        t = lowrank.down(x, self.factors[first], scales)
+        t = lowrank.project_down(x, self.factors[first], scales)
         found: dict[int, Tensor] = {}
         for run in self.runs[first]:
             y = x.new_empty((run.stop - run.start, len(x), run.width))
             own = t[..., (run.start - first) * rank : (run.stop - first) * rank]
-            lowrank.up(y, lowrank.Term(own, self.of_run[run.start, run.stop], scales), run.bias)
+            lowrank.project_up(y, lowrank.LowRankTerm(own, self.of_run[run.start, run.stop], scales), run.bias)
             for place, adapter in enumerate(self.adapters[run.start : run.stop]):
                 y[place].addmm_(x, adapter.module.weight.T)
                 if adapter.bias is not None:
