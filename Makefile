@@ -21,7 +21,7 @@ test-kernels:
 # The real SGLang on the CPU, in an environment of its own that is built once.
 test-sglang:
 	PYTHON=$(PYTHON) scripts/sglang_env/build.sh .venv-sglang
-	.venv-sglang/bin/python -m pytest tests/sglang
+	.venv-sglang/bin/python -m pytest tests/sglang tests/test_engine_contract.py
 
 # The documentation as a site, in site/.
 docs: $(VENV)/.installed-docs

@@ -11,8 +11,8 @@ import torch
 from mezzo.config import from_mapping
 from mezzo.engines.torch.forward.inputs import Rows, pack
 from mezzo.engines.torch.loading import device_of, load_model
-from mezzo.evaluation.evaluate import Evaluation, judged
-from mezzo.runs import datasets, setup
+from mezzo.evaluation.evaluate import Evaluation, evaluate_scores
+from mezzo.runs.setup import resolve_setup
 from mezzo.types import Batch, MicroBatch, Prompt
 
 
@@ -21,12 +21,12 @@ def finetune(
 ) -> dict[str, Any]:
     """AdamW with a linear schedule; the epoch with the best dev value is tested, as in the zeroth-order runs."""
     config = from_mapping(options)
-    parts = setup.prepare(config)
-    splits = datasets.splits_of(parts.config, parts.task)
-    train, dev, test = (parts.encode(examples) for examples in (splits.train, splits.dev, splits.test))
+    setup = resolve_setup(config)
+    splits = setup.splits
+    train, dev, test = (setup.encode(examples) for examples in (splits.train, splits.dev, splits.test))
     device = device_of(config.device)
-    model = load_model(config.model, parts.family).to(device).requires_grad_(True)
-    words = torch.tensor(parts.readout.words, device=device)
+    model = load_model(config.model, setup.family).to(device).requires_grad_(True)
+    words = torch.tensor(setup.readout.words, device=device)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = dropout
@@ -37,12 +37,12 @@ def finetune(
         return hidden[torch.arange(len(hidden), device=device), rows.positions[:, 0].to(device)][:, words].float()
 
     def evaluated(prompts: tuple[Prompt, ...]) -> Evaluation:
-        batch = Batch(prompts, parts.readout)
+        batch = Batch(prompts, setup.readout)
         out = np.zeros((1, len(prompts), len(words)), dtype=np.float32)
         with torch.no_grad():
-            for rows in pack(batch, MicroBatch(256), parts.padding_id):
+            for rows in pack(batch, MicroBatch(256), setup.pad_id):
                 rows.place(out, logits(rows).cpu().numpy()[None])
-        return judged(out[0].astype(np.float64), batch, parts.task.metric)
+        return evaluate_scores(out[0].astype(np.float64), batch, setup.task.metric)
 
     began, zero = time.monotonic(), evaluated(test)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
@@ -56,8 +56,8 @@ def finetune(
         for first in range(0, len(train) - size + 1, size):
             for group in optimizer.param_groups:
                 group["lr"] = lr * (1 - step / total)
-            chosen = Batch(tuple(train[i] for i in order[first : first + size]), parts.readout)
-            (rows,) = pack(chosen, MicroBatch(size), parts.padding_id)
+            chosen = Batch(tuple(train[i] for i in order[first : first + size]), setup.readout)
+            (rows,) = pack(chosen, MicroBatch(size), setup.pad_id)
             labels = torch.tensor([chosen.prompts[example].label for example in rows.places[0]], device=device)
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(logits(rows), labels).backward()

@@ -183,8 +183,8 @@ def test_mlm_names(rows, tmp_path):
     )
     assert run.steps == 3
     header = api.open_journal(run.out).header
-    assert header["config"]["space"] == "full"
-    assert header["task"]["template"].startswith("{text} All in all")
+    assert header.config["space"] == "full"
+    assert header.task["template"].startswith("{text} All in all")
     trainer = mezzo.MeZOMLMTrainer.open(ROBERTA, "sst-2", config, train=data, out=str(tmp_path / "s"), **QUICK)
     assert isinstance(trainer, mezzo.MeZOTrainer)
     assert trainer.label_words == {"negative": "bad", "positive": "good"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ def options(tiny_folder: str, tiny_data: str) -> dict[str, Any]:
 def test_a_run_is_rebuilt_bit_for_bit(options, tmp_path, space, dtype):
     run = api.finetune(**options, **space, dtype=dtype, out=str(tmp_path / "r"))
     header = read(tmp_path / "r").header
-    assert (header["dtype"], header["rounding"]) == (dtype, rounding.VERSION)
+    assert (header.dtype, header.rounding) == (dtype, rounding.VERSION)
     assert api.finetune(**{**options, "steps": 5}, **space, dtype=dtype, out=str(tmp_path / "cut")).digest != run.digest
     assert api.finetune(resume=str(tmp_path / "cut"), steps=12, threads=1).digest == run.digest
     shutil.rmtree(tmp_path / "r" / "snapshots")
@@ -39,8 +40,8 @@ def test_a_run_is_rebuilt_bit_for_bit(options, tmp_path, space, dtype):
     assert found.ok
     assert found.digest == run.digest
     api.export(tmp_path / "r", "journal", tmp_path / "c.mezzo")
-    rebuilt, _ = api.rebuilt(tmp_path / "c.mezzo", at=5)
-    live, _ = api.rebuilt(tmp_path / "cut", at=5)
+    rebuilt, _ = api.open_run(tmp_path / "c.mezzo", at=5)
+    live, _ = api.open_run(tmp_path / "cut", at=5)
     assert rebuilt.digest() == live.digest()
 
 
@@ -50,7 +51,7 @@ def test_exports_load_elsewhere(options, tmp_path, dtype):
     from transformers import AutoModelForMaskedLM
 
     api.finetune(**options, space="full", dtype=dtype, out=str(tmp_path / "full"))
-    engine, _ = api.rebuilt(tmp_path / "full", at=12)
+    engine, _ = api.open_run(tmp_path / "full", at=12)
     api.export(tmp_path / "full", "model", tmp_path / "model", at=12)
     loaded = AutoModelForMaskedLM.from_pretrained(tmp_path / "model", dtype="auto")
     assert loaded.dtype == getattr(torch, dtype)
@@ -59,7 +60,7 @@ def test_exports_load_elsewhere(options, tmp_path, dtype):
         np.testing.assert_array_equal(weights[name].detach().float().numpy(), value)
 
     api.finetune(**options, space="lora", dtype=dtype, out=str(tmp_path / "lora"))
-    engine, _ = api.rebuilt(tmp_path / "lora", at=12)
+    engine, _ = api.open_run(tmp_path / "lora", at=12)
     api.export(tmp_path / "lora", "adapter", tmp_path / "adapter", at=12)
     base = AutoModelForMaskedLM.from_pretrained(options["model"], dtype=getattr(torch, dtype))
     adapted = dict(PeftModel.from_pretrained(base, str(tmp_path / "adapter")).named_parameters())
@@ -75,8 +76,8 @@ def test_exports_load_elsewhere(options, tmp_path, dtype):
 def test_directions_by_default_suit_the_type(options, tmp_path, dtype, noise):
     api.finetune(**{**options, "steps": 1}, space="full", dtype=dtype, out=str(tmp_path / "r"))
     header = read(tmp_path / "r").header
-    assert header["config"]["noise"] == noise
-    assert any(t["rank"] for t in header["tensors"]) == (noise == "lowrank")
+    assert header.config["noise"] == noise
+    assert any(t.rank for t in header.tensors) == (noise == "lowrank")
 
 
 def test_another_type_is_refused(options, tmp_path):
@@ -84,8 +85,9 @@ def test_another_type_is_refused(options, tmp_path):
         mezzo.finetune(**options, dtype="bfloat", out=str(tmp_path / "r"))
     api.finetune(**options, dtype="bfloat16", out=str(tmp_path / "r"))
     with pytest.raises(ConfigError, match="dtype belongs to the run"):
-        api.rebuilt(tmp_path / "r", dtype="float16")
+        api.open_run(tmp_path / "r", dtype="float16")
     content = read(tmp_path / "r")
-    content.header["config"]["dtype"] = "float16"  # the base that the journal was written for has other bits
+    config = {**content.header.config, "dtype": "float16"}  # the base that the journal was written for has other bits
+    content = replace(content, header=replace(content.header, config=config))
     with pytest.raises(JournalError, match="the base model has changed"):
-        api.base_engine(content)
+        api.open_base_engine(content)

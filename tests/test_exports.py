@@ -7,6 +7,7 @@ import errno
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ import mezzo
 from mezzo import api
 from mezzo.cli import main
 from mezzo.errors import JournalError, ModelError
-from mezzo.runs.model_card import card
+from mezzo.runs.model_card import model_card
+from tests.hostile.test_fuzz import stored_header, with_header
 
 ROBERTA = "mezzo/roberta-mini"
 
@@ -96,7 +98,7 @@ def test_an_export_that_is_cut_off_leaves_nothing_under_its_name(kind, run, tmp_
 def test_a_strangers_words_do_not_become_code_of_the_card(run):
     header = api.open_journal(run.out).header
     name = 'x"); import os; os.system("echo'
-    text = card("adapter", {**header, "config": {**header["config"], "model": name + "\n# more"}}, [], 1, 2)
+    text = model_card("adapter", replace(header, config={**header.config, "model": name + "\n# more"}), [], 1, 2)
     (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
     strings = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
     assert name + " # more" in strings
@@ -122,11 +124,12 @@ def test_a_strangers_journal_and_the_base_model_give_the_model(run, tmp_path, mo
 
 def test_a_compact_journal_knows_its_best_step(run, tmp_path):
     content = api.open_journal(mezzo.export(run.out, "journal", tmp_path / "j.mezzo"))
-    assert content.header["best"] == run.best_step
+    assert content.best == run.best_step
     assert api.best_step(tmp_path / "j.mezzo", content) == run.best_step
     for strange in (-1, 10**9, "3", None, [1]):
-        content.header["best"] = strange
-        assert api.best_step(tmp_path / "j.mezzo", content) == content.steps
+        header = {**stored_header(tmp_path / "j.mezzo"), "best": strange}
+        (tmp_path / "odd.mezzo").write_bytes(with_header(tmp_path / "j.mezzo", header))
+        assert api.best_step(tmp_path / "odd.mezzo", api.open_journal(tmp_path / "odd.mezzo")) == content.steps
 
 
 def test_a_bundled_models_settings_go_with_its_merged_model(tmp_path, capsys):

@@ -82,9 +82,9 @@ def test_rebuild_gives_the_live_digest(options, tmp_path, space, noise):
     found = api.verify(tmp_path / "r")
     assert found.ok
     assert found.digest == run.digest
-    engine, _ = api.rebuilt(tmp_path / "r", at=5)
+    engine, _ = api.open_run(tmp_path / "r", at=5)
     api.export(tmp_path / "r", "journal", tmp_path / "c.mezzo")
-    again, _ = api.rebuilt(tmp_path / "c.mezzo", at=5)
+    again, _ = api.open_run(tmp_path / "c.mezzo", at=5)
     assert engine.digest() == again.digest() != run.digest
 
 

@@ -15,7 +15,7 @@ from mezzo import api
 from mezzo.cli import main
 from mezzo.errors import RunFailed
 from mezzo.journal.journal import read
-from mezzo.runs.trainer import SKIPS
+from mezzo.runs.trainer import MAX_SKIPS
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_skipped_step_leaves_the_weights_and_can_be_replayed(bad, options, tmp
     assert session.result().skipped_steps == skipped == 8
     assert api.verify(options["out"]).ok
     api.export(options["out"], "journal", tmp_path / "j.mezzo")
-    assert api.rebuilt(tmp_path / "j.mezzo", at=24)[0].digest() == before
+    assert api.open_run(tmp_path / "j.mezzo", at=24)[0].digest() == before
 
 
 def test_only_an_unbroken_row_of_them_ends_a_run(options):
@@ -66,13 +66,15 @@ def test_only_an_unbroken_row_of_them_ends_a_run(options):
     def objective(scores: Any, batch: Any) -> Any:
         call = next(calls)
         return (
-            np.full(2, math.inf) if (call % SKIPS and call < 2 * SKIPS) or call >= 3 * SKIPS else np.array([0.0, 1.0])
+            np.full(2, math.inf)
+            if (call % MAX_SKIPS and call < 2 * MAX_SKIPS) or call >= 3 * MAX_SKIPS
+            else np.array([0.0, 1.0])
         )
 
-    with pytest.raises(RunFailed, match=f"not a number for {SKIPS} steps in a row") as caught:
+    with pytest.raises(RunFailed, match=f"not a number for {MAX_SKIPS} steps in a row") as caught:
         api.finetune(**{**options, "steps": 200}, objective=objective)
     assert "smaller --lr or --eps" in str(caught.value)
-    assert read(Path(options["out"])).steps == 4 * SKIPS
+    assert read(Path(options["out"])).steps == 4 * MAX_SKIPS
 
 
 def command(options: dict[str, Any]) -> list[str]:
@@ -85,7 +87,7 @@ def test_a_run_that_diverges_says_so(space, options, capsys):
     code = main(command({**options, "space": space, "lr": 1e36, "steps": 200}))
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert code == 1
-    assert f"not a number for {SKIPS} steps in a row" in said
+    assert f"not a number for {MAX_SKIPS} steps in a row" in said
     content = read(Path(options["out"]))
     assert all(record.update.empty for record in content.records if record.skipped)
     assert all(math.isfinite(value) for record in content.records for _, value in record.update.terms)

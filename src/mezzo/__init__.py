@@ -18,7 +18,7 @@ _LAZY = {
     "verify": "mezzo.api",
     "report": "mezzo.api",
     "open_session": "mezzo.api",
-    "Run": "mezzo.runs.folder",
+    "Run": "mezzo.runs.result",
     "RunConfig": "mezzo.config",
     "MezzoError": "mezzo.errors",
     "load_prefix": "mezzo.runs.export",

@@ -13,22 +13,24 @@ from mezzo.engines.base import Engine
 from mezzo.errors import ConfigError, DataError
 from mezzo.evaluation.evaluate import Evaluation
 from mezzo.journal.compact import export_compact
-from mezzo.method.objectives import Objective
 from mezzo.replay.replay import Verified
 from mezzo.replay.replay import verify as verify_content
-from mezzo.runs import build, datasets, setup
+from mezzo.runs import datasets
+from mezzo.runs.build import RESUMABLE, Function, new_run, resume_run
 from mezzo.runs.events import Observer
-from mezzo.runs.folder import Folder, Run
-from mezzo.runs.model_card import card
-from mezzo.runs.predict import predicted, row_of, unlabelled
-from mezzo.runs.reopen import base_engine, best_step, open_journal, rebuilt
+from mezzo.runs.folder import Folder
+from mezzo.runs.model_card import model_card
+from mezzo.runs.predict import load_unlabelled, predict_examples, to_row
+from mezzo.runs.reopen import best_step, open_base_engine, open_journal, open_run
+from mezzo.runs.result import Run
 from mezzo.runs.session import Session
+from mezzo.runs.setup import Setup, resolve_setup
 from mezzo.tasks import Task, bundled_data, get_task, load_examples
 from mezzo.types import StepRecord
 
 
 def _silent(event: str, values: dict[str, Any]) -> None:
-    """Shows nothing."""
+    """Show nothing."""
 
 
 def finetune(
@@ -36,7 +38,7 @@ def finetune(
     *,
     config: str | Path | None = None,
     resume: str | Path | None = None,
-    objective: str | Objective | None = None,
+    objective: str | Function | None = None,
     task: str | Path | Mapping[str, Any] | Task | None = None,
     observe: Observer = _silent,
     **options: Any,
@@ -61,7 +63,7 @@ def open_session(
     *,
     config: str | Path | None = None,
     resume: str | Path | None = None,
-    objective: str | Objective | None = None,
+    objective: str | Function | None = None,
     task: str | Path | Mapping[str, Any] | Task | None = None,
     observe: Observer = _silent,
     **options: Any,
@@ -73,16 +75,16 @@ def open_session(
     function = None if isinstance(objective, str) else objective
     if resume is not None:
         _refuse_changes({**given, **({"task": task} if task is not None else {})}, config)
-        return build.resume(resume, observe, given, function)
+        return resume_run(resume, observe, given, function)
     rows = {name: given.pop(name) for name in ("train", "dev", "test") if not _is_path(given.get(name))}
     named = {*given, *(("objective",) if function else ())}
     values = {**(from_file(Path(config), named) if config else {}), **given}
     stated = get_task(task) if isinstance(task, (Mapping, Task)) else None
     if stated:
-        values |= {"task": datasets.saved_task(stated, resolve(values))}
+        values |= {"task": datasets.save_task(stated, resolve(values))}
     if rows:
-        values |= datasets.saved_rows(rows, resolve(values), stated)
-    return build.new(resolve(values), observe, function, stated)
+        values |= datasets.save_rows(rows, resolve(values), stated)
+    return new_run(resolve(values), observe, function, stated)
 
 
 def _is_path(value: Any) -> bool:
@@ -91,10 +93,10 @@ def _is_path(value: Any) -> bool:
 
 def _refuse_changes(given: Mapping[str, Any], config: str | Path | None) -> None:
     """A resumed run is the same run: only its limits and its machine may differ."""
-    refused = sorted(set(given) - {*build.RESUMABLE, "objective"}) + (["a config file"] if config else [])
+    refused = sorted(set(given) - {*RESUMABLE, "objective"}) + (["a config file"] if config else [])
     if refused:
         raise ConfigError(
-            f"a resumed run keeps its settings; {', '.join(refused)} cannot change (only {', '.join(build.RESUMABLE)} can)"
+            f"a resumed run keeps its settings; {', '.join(refused)} cannot change (only {', '.join(RESUMABLE)} can)"
         )
 
 
@@ -107,7 +109,7 @@ def prepared_config(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The resolved configuration by group, as `mezzo train` would run it."""
     from mezzo.config import options
 
-    config = setup.prepare(resolve(values)).config.to_dict()
+    config = resolve_setup(resolve(values)).config.to_dict()
     grouped: dict[str, dict[str, Any]] = {}
     for field in options():
         grouped.setdefault(field.metadata["group"], {})[field.name] = config[field.name]
@@ -120,7 +122,7 @@ def prepared_config(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def verify(path: str | Path, model: str | None = None, device: str | None = None) -> Verified:
     """Rebuild a run from its base model and journal and compare digests."""
     content = open_journal(path)
-    engine, _ = base_engine(content, model=model, device=device)
+    engine, _ = open_base_engine(content, model=model, device=device)
     try:
         return verify_content(engine, content)
     finally:
@@ -156,10 +158,10 @@ def export(
         return target
     target = Path(out) if out else Path(path) / kind
     position = best_step(path, content) if at is None else at
-    engine, parts = rebuilt(path, position, model=model)
+    engine, setup = open_run(path, position, model=model)
     events = Folder(Path(path)).metrics() if Path(path).is_dir() else []
     try:
-        EXPORTS[kind](engine, parts, target, card(kind, content.header, events, position, content.steps))
+        EXPORTS[kind](engine, setup, target, model_card(kind, content.header, events, position, content.steps))
     finally:
         engine.close()
     return target
@@ -177,14 +179,14 @@ def evaluate(
     **options: Any,
 ) -> Evaluation:
     """Evaluate a run's best checkpoint, or (with `model=`) a model as it is: the zero-shot figure."""
-    engine, parts = _opened(run, at, options)
-    source = data if data is not None else bundled_data(parts.task.name, split)
+    engine, setup = _open(run, at, options)
+    source = data if data is not None else bundled_data(setup.task.name, split)
     if source is None:
-        raise DataError(f"task {parts.task.name!r} has no bundled data: pass --data FILE")
-    config = parts.config
-    found = load_examples(source, parts.task, split=split, **datasets.reading(config, data is not None))
+        raise DataError(f"task {setup.task.name!r} has no bundled data: pass --data FILE")
+    config = setup.config
+    found = load_examples(source, setup.task, split=split, **datasets.reading_options(config, data is not None))
     try:
-        return parts.evaluate(engine, datasets.some(found, config.eval_limit))
+        return setup.evaluate(engine, datasets.take_some(found, config.eval_limit))
     finally:
         engine.close()
 
@@ -201,30 +203,29 @@ def predict(
 
     A generation task gives the generated `answer` instead.
     """
-    engine, parts = _opened(run, at, options)
+    engine, setup = _open(run, at, options)
     try:
         if isinstance(rows, (str, Path)):
-            yield from predicted(engine, parts, unlabelled(parts, rows))
+            yield from predict_examples(engine, setup, load_unlabelled(setup, rows))
             return
         pending: list[Mapping[str, Any]] = []
         for row in rows:
-            pending.append(row_of(parts, row))
+            pending.append(to_row(setup, row))
             if len(pending) == batch:
-                yield from predicted(engine, parts, unlabelled(parts, pending))
+                yield from predict_examples(engine, setup, load_unlabelled(setup, pending))
                 pending = []
         if pending:
-            yield from predicted(engine, parts, unlabelled(parts, pending))
+            yield from predict_examples(engine, setup, load_unlabelled(setup, pending))
     finally:
         engine.close()
 
 
-def _opened(run: str | Path | None, at: int | None, options: dict[str, Any]) -> tuple[Engine, setup.Parts]:
+def _open(run: str | Path | None, at: int | None, options: dict[str, Any]) -> tuple[Engine, Setup]:
     if run is not None:
-        return rebuilt(run, at, **options)
+        return open_run(run, at, **options)
     space = "lora" if options.get("quantize") else "full"
-    parts = setup.prepare(resolve({"space": space, **options}))
-    engine = setup.engine_for(parts.config, parts.family, parts.classes, parts.padding_id)
-    return engine, parts
+    setup = resolve_setup(resolve({"space": space, **options}))
+    return setup.open_engine(), setup
 
 
 def records(path: str | Path) -> list[StepRecord]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mezzo import api
-from mezzo.runs.folder import Run
+from mezzo.runs.result import Run
 from mezzo.runs.session import Session
 from mezzo.runs.trainer import MeZOTrainer
 from mezzo.tasks import MLMConfig, Task, get_task
@@ -75,7 +75,7 @@ class MeZOMLMTrainer(MeZOTrainer):
     def label_word_ids(self) -> Sequence[int]:
         """The tokens whose logits are compared, in label order."""
         assert self.session is not None
-        return self.session.parts.readout.words
+        return self.session.setup.readout.words
 
     def train(self) -> Run:
         """Run to the end and return the result."""

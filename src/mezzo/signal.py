@@ -13,17 +13,16 @@ import numpy.typing as npt
 from mezzo import api
 from mezzo.config import RunConfig, convert
 from mezzo.errors import ConfigError
-from mezzo.method.batches import batches_of
-from mezzo.method.noise import step_seed
+from mezzo.method.batches import make_batches
+from mezzo.method.estimators import Spsa
 from mezzo.method.objectives import get_objective
-from mezzo.runs import datasets, setup
-from mezzo.types import Probe
+from mezzo.runs.setup import resolve_setup
 
 DEFAULT = "cross_entropy,head,accuracy@1e-3,accuracy@1e-2,accuracy@1e-1"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ObjectiveSignal:
     """Slopes of one objective over random directions and batches.
 
     `signal_to_noise` compares how slopes differ between directions (what training uses) with how they differ between batches
@@ -45,7 +44,7 @@ class Row:
 class Signal:
     """The comparison, and what follows from it."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ObjectiveSignal, ...]
 
     def to_list(self) -> list[dict[str, Any]]:
         return [{name: getattr(row, name) for name in row.__slots__} for row in self.rows]
@@ -83,63 +82,74 @@ def measure(options: Mapping[str, Any], directions: int = 16, batches: int = 8, 
     """
     if directions < 2 or batches < 2:
         raise ConfigError("signal needs at least 2 directions and 2 batches")
-    wanted = [_parsed(text.strip()) for text in (objectives or DEFAULT).split(",")]
-    for name, _, _ in wanted:
-        get_objective(name)
+    requests = [_parse_objective(text.strip()) for text in (objectives or DEFAULT).split(",")]
     values = {name: value for name, value in options.items() if value is not None}
     rows = []
-    for readout in dict.fromkeys(kind for _, kind, _ in wanted):
-        group = [(name, eps) for name, kind, eps in wanted if kind == readout]
-        rows += _of_readout(
-            api.resolve({**values, **({"readout": "head"} if readout == "head" else {})}), group, directions, batches
-        )
+    for readout, extra in READOUTS.items():
+        group = [(name, eps) for name, kind, eps in requests if kind == readout]
+        if group:
+            rows += _measure_readout(api.resolve({**values, **extra}), readout, group, directions, batches)
     return Signal(tuple(rows))
 
 
-def _parsed(text: str) -> tuple[str, str, float | None]:
+READOUTS: dict[str, dict[str, str]] = {
+    "words": {},
+    "vocabulary": {"objective": "vocabulary_cross_entropy"},
+    "head": {"readout": "head"},
+}
+"""What the scores of an objective are read from, and the options that make an engine read it."""
+
+
+def _parse_objective(text: str) -> tuple[str, str, float | None]:
+    """Objective, readout and eps of `name@eps`."""
     name, _, eps = text.partition("@")
     value = convert("eps", eps) if eps else None
     if value is not None and not 0 < value < float("inf"):
         raise ConfigError(f"{text!r}: eps must be positive")
-    return ("cross_entropy", "head", value) if name == "head" else (name, "words", value)
+    if name == "head":
+        return "cross_entropy", "head", value
+    return name, "vocabulary" if get_objective(name).vocabulary else "words", value
 
 
-def _of_readout(config: RunConfig, wanted: list[tuple[str, float | None]], directions: int, batches: int) -> list[Row]:
-    parts = setup.prepare(config)
-    config = parts.config
+def _measure_readout(
+    config: RunConfig, readout: str, objectives: list[tuple[str, float | None]], directions: int, batches: int
+) -> list[ObjectiveSignal]:
+    setup = resolve_setup(config)
+    config = setup.config
     assert config.eps is not None and config.batch_size is not None
-    train = parts.encode(datasets.splits_of(config, parts.task).train)
+    train = setup.train_prompts
     if len(train) < 2 * config.batch_size:
         raise ConfigError(
             f"{len(train)} training examples do not make two batches of {config.batch_size}; use a smaller --batch-size"
         )
-    engine = setup.engine_for(config, parts.family, parts.classes, parts.padding_id)
-    engine.check(batches_of(train, parts.readout, config.seed, config.batch_size)(0), config.eps)
-    draw = batches_of(train, parts.readout, config.seed, config.batch_size)
-    slopes: dict[tuple[str, float], npt.NDArray[np.float64]] = {
-        (name, eps or config.eps): np.zeros((directions, batches)) for name, eps in wanted
-    }
-    for direction in range(directions):
-        seed = step_seed(config.seed, direction, 0)
-        for number in range(batches):
-            batch = draw(number)
-            for eps in dict.fromkeys(eps for _, eps in slopes):
-                scores = engine.score(batch, [Probe(((seed, eps),)), Probe(((seed, -eps),))])
-                for name in (n for n, e in slopes if e == eps):
-                    plus, minus = get_objective(name)(scores, batch)
-                    slopes[name, eps][direction, number] = (plus - minus) / (2 * eps)
-    engine.close()
-    kind = "head" if parts.readout.kind == "head" else "words"
-    return [_row(name, kind, eps, values) for (name, eps), values in slopes.items()]
+    draw = make_batches(train, setup.readout, config.seed, config.batch_size)
+    slopes = {(name, eps or config.eps): np.zeros((directions, batches)) for name, eps in objectives}
+    engine = setup.open_engine()
+    try:
+        engine.check(draw(0), config.eps)
+        for eps in dict.fromkeys(eps for _, eps in slopes):
+            estimator = Spsa(config.seed, eps)
+            names = [name for name, own in slopes if own == eps]
+            for direction in range(directions):
+                probes = estimator.ask(direction)
+                for number in range(batches):
+                    batch = draw(number)
+                    scores = engine.score(batch, probes)
+                    for name in names:
+                        (slope,) = estimator.tell(probes, get_objective(name).losses(scores, batch))
+                        slopes[name, eps][direction, number] = slope.value
+    finally:
+        engine.close()
+    return [_summarize(name, readout, eps, values) for (name, eps), values in slopes.items()]
 
 
-def _row(name: str, readout: str, eps: float, slopes: npt.NDArray[np.float64]) -> Row:
+def _summarize(name: str, readout: str, eps: float, slopes: npt.NDArray[np.float64]) -> ObjectiveSignal:
     size = np.abs(slopes)
     within = float(slopes.var(axis=1, ddof=1).mean())
     # The variance of the directions' means holds a share of batch noise; without it, what is left is signal.
     between = max(0.0, float(slopes.mean(axis=1).var(ddof=1)) - within / slopes.shape[1])
     ratio = math.sqrt(between / within) if within else (math.inf if between else 0.0)
-    return Row(
+    return ObjectiveSignal(
         objective=name,
         readout=readout,
         eps=eps,
@@ -152,6 +162,6 @@ def _row(name: str, readout: str, eps: float, slopes: npt.NDArray[np.float64]) -
     )
 
 
-def _name(row: Row) -> str:
+def _name(row: ObjectiveSignal) -> str:
     what = "head cross_entropy" if row.readout == "head" else row.objective
     return f"{what} @ {row.eps:g}"

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from mezzo.errors import JournalError
 from mezzo.journal.compact import export_compact, import_compact
+from mezzo.journal.header import Header
 from mezzo.journal.journal import NAME, Journal, read
 from mezzo.method import noise
 from mezzo.types import StepRecord, Update
 
-HEADER = {"seed": 4, "samples": 1, "config": {}, "tensors": []}
+HEADER = Header(seed=4)
 
 
 def record(step: int, rng: np.random.Generator, keep: float = 1.0) -> StepRecord:
@@ -41,7 +42,7 @@ def test_what_is_written_is_read(tmp_path):
     assert content.records == records
     assert content.marks == {10: "abc"}
     assert content.torn == 0
-    assert content.header["seed"] == 4
+    assert content.header.seed == 4
 
 
 def test_skipped_steps_keep_their_losses(tmp_path):
@@ -115,7 +116,7 @@ def test_a_line_of_another_run_does_not_fit(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     written(tmp_path / "a")
-    with Journal.create(tmp_path / "b", {**HEADER, "seed": 5}):
+    with Journal.create(tmp_path / "b", Header(seed=5)):
         pass
     foreign = (tmp_path / "a" / NAME).read_bytes().splitlines(keepends=True)[1]
     with (tmp_path / "b" / NAME).open("ab") as file:
@@ -151,7 +152,7 @@ def test_compact_form_is_small_and_the_same(tmp_path, keep):
     found = import_compact(tmp_path / "j.mezzo")
     assert [r.update for r in found.records] == [r.update for r in records]
     assert found.marks == {20_000: "abc"}
-    assert found.header["seed"] == 4
+    assert found.header.seed == 4
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,11 +12,13 @@ from hypothesis import strategies as st
 
 from mezzo.config import flatten, from_file, from_mapping
 from mezzo.errors import ConfigError
-from mezzo.method.batches import batch_indices, batches_of
+from mezzo.method.batches import batch_indices, make_batches
 from mezzo.method.estimators import Spsa
+from mezzo.method.method import EstimatorMethod, answer_questions
 from mezzo.method.noise import step_seed
+from mezzo.method.objectives import OBJECTIVES, ScoreObjective, cross_entropy
 from mezzo.method.optimizers import Sgd, schedule
-from mezzo.types import Prompt, Readout, Slope
+from mezzo.types import Batch, PairRule, Probe, Prompt, Question, Readout, Slope, StepRecord, Update
 
 
 def test_schedules():
@@ -34,7 +37,7 @@ def test_schedules():
 
 
 def test_updates_average_clip_and_decay():
-    update = Sgd(lambda _: 0.1, weight_decay=0.5, clip=2.0).step([Slope(7, 8.0), Slope(9, -1.0)], 0)
+    update = Sgd(lambda _: 0.1, weight_decay=0.5, clip=2.0).update([Slope(7, 8.0), Slope(9, -1.0)], 0)
     assert update.terms == ((7, float(np.float32(0.1 * 2.0 / 2))), (9, float(np.float32(-0.1 / 2))))
     assert update.keep == float(np.float32(0.95))
 
@@ -50,7 +53,7 @@ def test_batches_are_a_pure_function_and_every_epoch_shows_each_example_once(see
 
 def test_a_set_smaller_than_a_batch_is_used_whole():
     prompts = [Prompt((i,), label=0) for i in range(5)]
-    batch = batches_of(prompts, Readout("words", words=(1,)), 0, 64)(3)
+    batch = make_batches(prompts, Readout("words", words=(1,)), 0, 64)(3)
     assert sorted(p.ids[0] for p in batch.prompts) == list(range(5))
 
 
@@ -98,3 +101,84 @@ def test_tables_and_options_of_one_name_do_not_collide(tmp_path):
 def test_bad_values_are_explained(values, message):
     with pytest.raises(ConfigError, match=message):
         from_mapping(values)
+
+
+class NormalizedSgd:
+    """An optimizer with state: slopes are divided by the root of their running mean square."""
+
+    def __init__(self) -> None:
+        self.lr, self.mean_square = (lambda step: 0.1), 0.0
+
+    def update(self, slopes, step):
+        size = math.sqrt(self.mean_square) or 1.0
+        return Update(tuple((s.seed, float(np.float32(self.lr(step) * s.value / size))) for s in slopes))
+
+    def pair_rule(self, step, spread):
+        return None  # a device does not know the state
+
+    def observe(self, record):
+        self.mean_square = 0.9 * self.mean_square + 0.1 * sum(g * g for g in record.slopes)
+
+
+def method_of(optimizer) -> EstimatorMethod:
+    batch = Batch((Prompt((1,), label=0, position=0),) * 2, Readout("words", words=(3, 4)))
+    return EstimatorMethod(OBJECTIVES["cross_entropy"], Spsa(seed=3, eps=0.5), optimizer, lambda step: batch)
+
+
+def answer(question: Question) -> np.ndarray:
+    """Scores that depend on the probes alone."""
+    rng = np.random.default_rng([seed % 2**32 for probe in question.probes for seed, _ in probe.terms])
+    return rng.normal(size=(len(question.probes), 2, 2)).astype(np.float32)
+
+
+def run_steps(method: EstimatorMethod, first: int, last: int) -> list[StepRecord]:
+    records = []
+    for step in range(first, last):
+        questions = method.step(step)
+        records.append(answer_questions(questions, next(questions), answer))
+        method.observe(records[-1])
+    return records
+
+
+def test_optimizer_state_is_rebuilt_from_the_records_of_a_resumed_run():
+    whole = run_steps(method_of(NormalizedSgd()), 0, 8)
+    resumed = method_of(NormalizedSgd())
+    for record in whole[:5]:
+        resumed.observe(record)
+    assert run_steps(resumed, 5, 8) == whole[5:]
+    assert run_steps(method_of(NormalizedSgd()), 5, 8) != whole[5:], (
+        "the state must matter for this test to mean anything"
+    )
+
+
+def test_a_step_describes_itself_to_a_device_only_where_a_device_can_run_it():
+    step = method_of(Sgd(lambda _: 0.1, clip=2.0)).device_step(4)
+    assert step is not None and step.rule == PairRule(1.0, 0.1, 2.0, 1.0) and step.probes == Spsa(3, 0.5).ask(4)
+    assert method_of(NormalizedSgd()).device_step(4) is None
+    for objective in (OBJECTIVES["accuracy"], ScoreObjective(cross_entropy)):
+        assert replace(method_of(Sgd(lambda _: 0.1)), objective=objective).device_step(4) is None
+    two = replace(method_of(Sgd(lambda _: 0.1)), estimator=Spsa(3, 0.5, samples=2))
+    assert two.device_step(4) is None
+
+
+def test_a_method_may_ask_several_questions_in_a_step():
+    def step():
+        first = yield Question(Batch((), Readout("words")), (Probe(),))
+        second = yield Question(Batch((), Readout("words")), (Probe(((1, first),)),))
+        return StepRecord(0, (second,), (), Update(), 0.0)
+
+    asked = []
+
+    def reply(question: Question) -> float:
+        asked.append(question.probes)
+        return float(len(asked))
+
+    questions = step()
+    record = answer_questions(questions, next(questions), reply)
+    assert record.losses == (2.0,) and asked == [(Probe(),), (Probe(((1, 1.0),)),)]
+
+
+def test_losses_that_are_not_finite_skip_the_step():
+    method = method_of(Sgd(lambda _: 1e300))
+    assert method.conclude(0, np.array([np.nan, 1.0])).skipped and method.conclude(0, np.array([2.0, 1.0])).skipped
+    assert method.conclude(0, np.array([2.0, 1.0])).update.empty

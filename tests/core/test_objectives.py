@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mezzo.errors import ConfigError
-from mezzo.evaluation.evaluate import balanced, bootstrap, judged, wilson
+from mezzo.evaluation.evaluate import bootstrap_interval, calibrated_predictions, evaluate_scores, wilson_interval
 from mezzo.evaluation.rewards import exact_match, text_f1
 from mezzo.method.objectives import METRICS, OBJECTIVES, cross_entropy, get_objective
 from mezzo.types import Batch, Prompt, Readout
@@ -27,12 +27,13 @@ def scores_and_labels(seed: int = 0, classes: int = 3, n: int = 40) -> tuple[np.
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_gives_one_loss_per_probe_and_prefers_the_right_answer(name):
     scores, labels = scores_and_labels()
-    batch = batch_of(labels)
-    losses = get_objective(name)(scores, batch)
+    vocabulary = OBJECTIVES[name].vocabulary
+    batch = batch_of(labels, Readout("words", words=(1, 2, 3), vocabulary=vocabulary))
+    losses = get_objective(name).losses(scores, batch)
     assert losses.shape == (4,)
     assert losses.dtype == np.float64
     right = np.eye(3, dtype=np.float32)[labels][None] * 10
-    assert get_objective(name)(right, batch)[0] < losses.min()
+    assert get_objective(name).losses(right, batch)[0] < losses.min()
 
 
 def test_cross_entropy_is_torchs_and_ignores_a_constant_per_row():
@@ -70,20 +71,20 @@ def test_metrics_against_their_definitions():
 def test_balanced_predictions_use_every_label_about_equally(seed, classes):
     rng = np.random.default_rng(seed)
     scores = rng.normal(size=(200, classes)) + rng.normal(size=classes) * 3
-    counts = np.bincount(balanced(scores), minlength=classes)
+    counts = np.bincount(calibrated_predictions(scores), minlength=classes)
     assert counts.min() >= 200 / classes * 0.7
     if classes == 2:
         assert abs(int(counts[0]) - int(counts[1])) <= 1
 
 
 def test_intervals():
-    low, high = wilson(0.8, 400)
+    low, high = wilson_interval(0.8, 400)
     assert (round(low, 3), round(high, 3)) == (0.758, 0.836)
-    assert wilson(1.0, 10)[1] == pytest.approx(1.0)
+    assert wilson_interval(1.0, 10)[1] == pytest.approx(1.0)
     labels = np.array([0, 1] * 100)
-    low, high = bootstrap(labels, labels, "f1")
+    low, high = bootstrap_interval(labels, labels, "f1")
     assert low == high == 1.0
-    found = judged(np.eye(3)[[0, 1, 2, 1]], batch_of([0, 1, 2, 2]), "accuracy")
+    found = evaluate_scores(np.eye(3)[[0, 1, 2, 1]], batch_of([0, 1, 2, 2]), "accuracy")
     assert (found.accuracy, found.n) == (0.75, 4)
 
 
@@ -91,7 +92,9 @@ def test_users_functions_are_checked(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("def good(scores, batch):\n    return scores.sum((1, 2))\n\nbad = 3\n")
     monkeypatch.chdir(tmp_path)
     scores, labels = scores_and_labels()
-    np.testing.assert_allclose(get_objective("mine:good")(scores, batch_of(labels)), scores.sum((1, 2)), rtol=1e-6)
+    np.testing.assert_allclose(
+        get_objective("mine:good").losses(scores, batch_of(labels)), scores.sum((1, 2)), rtol=1e-6
+    )
     for name, message in {
         "mine:bad": "is not a function",
         "mine:missing": "cannot be imported",
@@ -101,7 +104,7 @@ def test_users_functions_are_checked(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match=message):
             get_objective(name)
     with pytest.raises(ConfigError, match="one loss per probe"):
-        get_objective(lambda s, b: s)(scores, batch_of(labels))
+        get_objective(lambda s, b: s).losses(scores, batch_of(labels))
 
 
 def test_text_rewards():

@@ -121,12 +121,18 @@ def test_journals_of_bytes(sound_run, answered, place, junk, where):
 def test_compact_journals_with_sound_checksums(sound_run, tmp_path, pick, new):
     content = read(sound_run)
     export_compact(content, tmp_path / "sound.mezzo")
-    sound = import_compact(tmp_path / "sound.mezzo")
-    paths = [path for path in paths_of(sound.header)[1:] if path[0] in ("steps", "samples", "seed", "marks")]
-    header = changed(sound.header, paths[pick % len(paths)], new)
+    sound = stored_header(tmp_path / "sound.mezzo")
+    paths = [path for path in paths_of(sound)[1:] if path[0] in ("steps", "samples", "seed", "marks")]
+    header = changed(sound, paths[pick % len(paths)], new)
     (tmp_path / "odd.mezzo").write_bytes(with_header(tmp_path / "sound.mezzo", header))
     found = explained(lambda: import_compact(tmp_path / "odd.mezzo"))
     assert isinstance(found, str) or len(found.records) <= 4
+
+
+def stored_header(path: Path) -> dict[str, Any]:
+    """The header of a compact journal as it is stored."""
+    body = path.read_bytes()[len(MAGIC) + 4 :]
+    return json.loads(zlib.decompress(body[8 : 8 + int.from_bytes(body[:8], "little")]))
 
 
 def with_header(path: Path, header: Any, coefs: bytes | None = None, keeps: bytes | None = None) -> bytes:

@@ -17,14 +17,14 @@ import pytest
 
 from mezzo import api
 from mezzo.errors import ConfigError, DataError, JournalError
-from mezzo.journal.compact import MAGIC, MOST_TERMS, export_compact, import_compact
+from mezzo.journal.compact import MAGIC, MOST_TERMS, export_compact
 from mezzo.journal.journal import NAME, read
 from mezzo.replay.snapshots import Snapshots
 from mezzo.runs.folder import Folder
 from mezzo.tasks import load_examples
 from mezzo.tasks import readers as reading
 from tests.hostile.conftest import copy_of, lines_of, signed
-from tests.hostile.test_fuzz import evaluated, with_header
+from tests.hostile.test_fuzz import evaluated, stored_header, with_header
 
 ROOT = Path(__file__).parents[2]
 
@@ -249,7 +249,7 @@ resource.setrlimit(resource.RLIMIT_AS, (pages + {megabytes} * 2**20,) * 2)
 
 def test_a_compact_bomb_is_not_unpacked(sound_run, tmp_path):
     export_compact(read(sound_run), tmp_path / "sound.mezzo")
-    header = import_compact(tmp_path / "sound.mezzo").header
+    header = stored_header(tmp_path / "sound.mezzo")
     bomb = zlib.compress(bytes(300 * 2**20), 9)
     cases = {
         "claims": with_header(tmp_path / "sound.mezzo", header | {"steps": 10**9}, bomb, bomb),

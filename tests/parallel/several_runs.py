@@ -10,7 +10,7 @@ from typing import Any
 from mezzo import api
 from mezzo.engines import ENGINES
 from mezzo.parallel.transports import torchrun
-from mezzo.runs.folder import Run
+from mezzo.runs.result import Run
 from tests.parallel.faulty import FACTORY, plant
 
 

@@ -20,7 +20,7 @@ from mezzo.engines.sglang.server.loader import LOADER
 from mezzo.engines.sglang.server.replica import Replica
 from mezzo.errors import ConfigError, ModelError, SpaceError
 from mezzo.method.space import Space
-from mezzo.runs.defaults import with_defaults
+from mezzo.runs.defaults import apply_defaults
 from tests.sglang.conftest import spec_of
 from tests.sglang.servers import free_port
 
@@ -68,7 +68,7 @@ def test_matrices_need_low_rank_noise_that_fits():
 def test_matrices_get_low_rank_noise_by_default():
     """So that the bundled model trains on SGLang without a word about noise."""
     noise = {
-        engine: with_defaults(api.resolve({"engine": engine, "space": "matrices"}), "masked").noise
+        engine: apply_defaults(api.resolve({"engine": engine, "space": "matrices"}), "masked").noise
         for engine in ("sglang", "torch")
     }
     assert noise == {"sglang": "lowrank", "torch": "rademacher"}
@@ -76,7 +76,7 @@ def test_matrices_get_low_rank_noise_by_default():
 
 def test_a_space_that_sglang_cannot_train_is_not_the_default_there():
     """The bundled masked model trains its head elsewhere."""
-    spaces = {engine: with_defaults(api.resolve({"engine": engine}), "masked").space for engine in ("sglang", "torch")}
+    spaces = {engine: apply_defaults(api.resolve({"engine": engine}), "masked").space for engine in ("sglang", "torch")}
     assert spaces == {"sglang": "lora", "torch": "head"}
 
 

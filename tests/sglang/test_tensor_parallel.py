@@ -44,7 +44,7 @@ def test_both_follow_the_same_journal(engines):
     slopes = []
     for number in range(200):
         batch, probes = words_batch(4, seed=number), estimator.ask(number)
-        found = [estimator.tell(probes, objective(e.score(batch, probes), batch))[0] for e in engines]
+        found = [estimator.tell(probes, objective.losses(e.score(batch, probes), batch))[0] for e in engines]
         slopes.append([slope.value for slope in found])
         for engine in engines:
             engine.apply([update((found[0].seed, 1e-4 * found[0].value))])

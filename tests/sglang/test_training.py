@@ -12,12 +12,12 @@ import pytest
 
 from mezzo import api
 from mezzo.engines import open_engine
-from mezzo.evaluation.evaluate import scores_of
-from mezzo.method.batches import batches_of
+from mezzo.evaluation.evaluate import score_prompts
+from mezzo.method.batches import make_batches
 from mezzo.method.estimators import Spsa
 from mezzo.method.objectives import get_objective
-from mezzo.runs import datasets, setup
 from mezzo.runs.folder import Folder, Run
+from mezzo.runs.setup import resolve_setup
 from mezzo.tasks import load_examples
 from tests.sglang.conftest import MODEL
 
@@ -39,16 +39,15 @@ def run(tmp_path_factory):
 def test_both_engines_follow_the_same_journal(run):
     """At each step the torch engine, at the journal's weights, finds the slope that SGLang found."""
     config = api.resolve({**api.config_of(run.out), "engine": "torch", "threads": 1})
-    parts = setup.prepare(config)
-    train = parts.encode(datasets.splits_of(parts.config, parts.task).train)
-    batches = batches_of(train, parts.readout, config.seed, config.batch_size)
+    setup = resolve_setup(config)
+    batches = make_batches(setup.train_prompts, setup.readout, config.seed, config.batch_size)
     estimator, objective = Spsa(config.seed, config.eps, 1), get_objective("cross_entropy")
-    engine = setup.engine_for(parts.config, "causal", 0, parts.padding_id)
+    engine = setup.open_engine()
     differences, slopes = [], []
     records = api.records(run.out)
     for record in records[:200]:
         probes, batch = estimator.ask(record.step), batches(record.step)
-        (slope,) = estimator.tell(probes, objective(engine.score(batch, probes), batch))
+        (slope,) = estimator.tell(probes, objective.losses(engine.score(batch, probes), batch))
         differences.append(abs(slope.value - record.slopes[0]))
         slopes.append(slope.value)
         engine.apply([record.update])
@@ -65,9 +64,9 @@ def test_the_run_ends_above_calibrated_zero_shot(run):
     assert run.accuracy > run.zero_shot_calibrated > run.zero_shot
     margins = {}
     for step in (0, run.steps):
-        engine, parts = api.rebuilt(run.out, at=step)
-        prompts = parts.encode(load_examples(TEST, parts.task))
-        scores = scores_of(engine, prompts, parts.readout)
+        engine, setup = api.open_run(run.out, at=step)
+        prompts = setup.encode(load_examples(TEST, setup.task))
+        scores = score_prompts(engine, prompts, setup.readout)
         signs = np.array([2 * prompt.label - 1 for prompt in prompts])
         margins[step] = signs * (scores[:, 1] - scores[:, 0])
     offsets = [np.log1p(np.exp(-(margins[0] + signs * offset))).mean() for offset in np.linspace(-4, 4, 161)]
@@ -100,7 +99,7 @@ def test_a_run_is_evaluated_on_sglang_and_its_adapter_is_served(run, tmp_path):
     assert served.accuracy == pytest.approx(run.accuracy, abs=2 / 615)
 
     api.export(run.out, "adapter", out=tmp_path / "adapter", at=run.steps)
-    expected, _ = api.rebuilt(run.out, at=run.steps)
+    expected, _ = api.open_run(run.out, at=run.steps)
     batch = words_batch(4, vocabulary=True)
     scores = expected.score(batch, [Probe()])[0]
 

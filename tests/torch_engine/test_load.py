@@ -11,8 +11,10 @@ import torch
 import transformers
 
 from mezzo import api
+from mezzo.engines.hf_hub import load_tokenizer
 from mezzo.engines.torch.loading import load_model
 from mezzo.errors import ModelError, TaskError
+from mezzo.runs.setup import resolve_setup
 from tests.conftest import settled, train_tokenizer
 from tests.torch_engine.test_families import FAMILIES, GPT2, make
 
@@ -97,7 +99,7 @@ def test_a_fresh_head_trains_and_is_rebuilt(family, tiny_data, tmp_path):
     )  # fmt: skip
     assert all(np.ptp(record.losses) > 0 for record in api.records(run.out)), "every slope is other than zero"
     assert api.verify(run.out).ok
-    trained = {tensor["name"] for tensor in api.open_journal(run.out).header["tensors"]}
+    trained = {tensor.name for tensor in api.open_journal(run.out).header.tensors}
     assert trained == TRAINED[family], "all that is fresh is trained"
 
 
@@ -109,13 +111,13 @@ def test_a_length_that_nobody_asked_for_is_not_refused(tmp_path):
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     values = {"model": str(tmp_path), "task": "sst-2"}
-    assert api.assembly.prepare(api.resolve(values)).encoder.max_length == 48
-    assert api.assembly.prepare(api.resolve({**values, "max_length": 32})).encoder.max_length == 32
+    assert resolve_setup(api.resolve(values)).encoder.max_length == 48
+    assert resolve_setup(api.resolve({**values, "max_length": 32})).encoder.max_length == 32
     with pytest.raises(TaskError, match="max_length 60 is more than the 48 tokens this model takes; lower it"):
-        api.assembly.prepare(api.resolve({**values, "max_length": 60}))
+        resolve_setup(api.resolve({**values, "max_length": 60}))
     tokenizer.model_max_length = 4096
     tokenizer.save_pretrained(tmp_path)
-    assert api.assembly.prepare(api.resolve(values)).encoder.max_length == 64
+    assert resolve_setup(api.resolve(values)).encoder.max_length == 64
 
 
 @pytest.mark.parametrize("family", ["bert", "albert", "gpt2", "gemma3", "modernbert", "mistral"])
@@ -128,4 +130,4 @@ def test_a_folder_without_a_tokenizer_is_said(family, left, tmp_path):
         if file.name != left:
             file.unlink()
     with pytest.raises(ModelError, match=r"is a folder without a tokenizer; put the files of the model's own"):
-        api.assembly.load_tokenizer(str(tmp_path))
+        load_tokenizer(str(tmp_path))

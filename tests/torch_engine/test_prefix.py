@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import mezzo
 from mezzo import api
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.errors import ConfigError, JournalError, MezzoError, ModelError
-from mezzo.evaluation.evaluate import scores_of
+from mezzo.evaluation.evaluate import score_prompts
 from mezzo.journal.journal import Journal, read
 from mezzo.method.space import Space
 from mezzo.types import Batch, MicroBatch, Probe, Prompt, Readout
@@ -243,18 +244,18 @@ def test_a_run_is_verified_resumed_and_mailed(run, tmp_path, tiny_folder, tiny_d
     )
     assert longer.digest == whole.digest != run.digest
     api.export(run.out, "journal", tmp_path / "j.mezzo")
-    assert api.rebuilt(tmp_path / "j.mezzo", at=20)[0].digest() == longer.digest
+    assert api.open_run(tmp_path / "j.mezzo", at=20)[0].digest() == longer.digest
 
 
 def test_the_journal_says_where_it_began_and_not_this_machine(run, tmp_path):
     """Rebuilding must not depend on a forward pass of the machine that rebuilds: other start values, other weights."""
     content = read(tmp_path / "run")
-    name, packed = next(iter(content.header["start"].items()))
-    other = {**content.header["start"], name: content.header["start"][name.replace("key", "value")]}
+    name, packed = next(iter(content.header.start.items()))
+    other = {**content.header.start, name: content.header.start[name.replace("key", "value")]}
     for start, outcome in ((other, "mismatch"), ({}, "does not say"), ({**other, name: packed[:-8]}, "damaged")):
         folder = tmp_path / outcome
         folder.mkdir()
-        with Journal.create(folder, {**content.header, "start": start}) as journal:
+        with Journal.create(folder, replace(content.header, start=start)) as journal:
             for record in content.records:
                 journal.append(record)
             journal.mark(content.steps, content.marks[content.steps])
@@ -266,7 +267,7 @@ def test_the_journal_says_where_it_began_and_not_this_machine(run, tmp_path):
 
 
 def test_an_exported_prefix_gives_the_same_scores(run, tmp_path, tiny_folder):
-    engine, _ = api.rebuilt(run.out, at=12)
+    engine, _ = api.open_run(run.out, at=12)
     out = api.export(run.out, "adapter", tmp_path / "prefix", at=12)
     model = mezzo.load_prefix(AutoModelForMaskedLM.from_pretrained(tiny_folder), out)
     batch = make_batch(words=(7, 9))
@@ -331,9 +332,9 @@ def test_the_bundled_model_learns_what_holds_on_other_sentences(tmp_path):
         device="cpu",
         out=str(tmp_path / "r"),
     )
-    unseen = session.parts.encode(session.splits.dev)
+    unseen = session.setup.encode(session.setup.splits.dev)
     signs = np.array([2 * prompt.label - 1 for prompt in unseen])
-    scores = scores_of(session.engine, unseen, session.parts.readout)
+    scores = score_prompts(session.engine, unseen, session.setup.readout)
     margins = scores[:, 1] - scores[:, 0]
     calibrated = min(np.logaddexp(0, -signs * (margins - offset)).mean() for offset in np.linspace(-20, 20, 2001))
     for _ in session.records():

@@ -71,7 +71,7 @@ def test_a_run_trains_is_verified_and_its_adapter_loads_on_the_packed_model(kind
     assert api.finetune(resume=run.out, steps=8).steps == 8
     with pytest.raises(ConfigError, match="export the adapter instead"):
         api.export(run.out, "model", tmp_path / "model")
-    engine, _ = api.rebuilt(run.out, at=8)
+    engine, _ = api.open_run(run.out, at=8)
     adapter = api.export(run.out, "adapter", tmp_path / "adapter", at=8)
     how = quantized.settings(kind, torch.device("cpu"))
     model = PeftModel.from_pretrained(AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32, **how), adapter)

@@ -135,7 +135,7 @@ def test_the_engine_follows_the_recipe(batches, decay):
         )
         np.testing.assert_allclose(losses, [step.loss_plus, step.loss_minus], rtol=1e-5)
         assert slopes[0].value == pytest.approx(step.slope, rel=0.02, abs=1e-3)
-        engine.apply([optimizer.step(slopes, 0)])
+        engine.apply([optimizer.update(slopes, 0)])
     state = engine.state()
     # What is left is the recipe's own drift: +ε, −2ε, +ε in place rounds each weight three times a step.
     for name, parameter in model.named_parameters():

@@ -16,7 +16,7 @@ from mezzo.bench.table import Conditions, Report, Row
 from mezzo.config import RunConfig, from_mapping
 from mezzo.errors import ConfigError, nearest
 from mezzo.method.space import Space
-from mezzo.runs import setup
+from mezzo.runs.setup import make_space
 
 if TYPE_CHECKING:
     from mezzo.bench.contenders import Setting, Step
@@ -197,7 +197,7 @@ def contenders_of(
     makers[BARE] = partial(contenders.bare, setting)
     for kind, noise in spaces:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mezzo-bench-")))
-        space = setup.space_of(config.replace(space=kind, noise=noise))
+        space = make_space(config.replace(space=kind, noise=noise))
         makers[f"mezzo {kind}, {noise}"] = partial(
             contenders.ours, setting, space, "gaussian" if noise == "gaussian" else "rademacher", folder
         )

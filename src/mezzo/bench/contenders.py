@@ -15,6 +15,7 @@ from mezzo.bench import published_step
 from mezzo.bench.shapes import Shape, random_model
 from mezzo.engines.torch import choose_micro_batch
 from mezzo.engines.torch.engine import TorchEngine
+from mezzo.journal.header import Header
 from mezzo.journal.journal import Journal
 from mezzo.method.estimators import Spsa
 from mezzo.method.method import EstimatorMethod
@@ -110,5 +111,7 @@ def ours(setting: Setting, space: Space, kind: Kind, folder: Path) -> Step:
         Sgd(lambda step: LR),
         lambda step: setting.batch,
     )
-    trainer = MeZOTrainer(setting.engine(space, kind), method, Journal.create(folder, {}), Limits(steps=sys.maxsize))
+    trainer = MeZOTrainer(
+        setting.engine(space, kind), method, Journal.create(folder, Header()), Limits(steps=sys.maxsize)
+    )
     return trainer.one_step

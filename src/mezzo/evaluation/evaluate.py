@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mezzo.engines.base import Engine
 from mezzo.errors import DataError
-from mezzo.evaluation.rewards import Decode, Rewarded, exact_match, text_f1
+from mezzo.evaluation.rewards import Decode, exact_match, first_lines, text_f1
 from mezzo.method import noise
 from mezzo.method.objectives import METRICS, cross_entropy, log_sum_exp
 from mezzo.types import Batch, Probe, Prompt, Readout
@@ -49,7 +49,7 @@ def rank(value: float, loss: float, step: int) -> tuple[float, float, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Examined:
+class DetailedEvaluation:
     """An evaluation with what it was made from: scores[B, C] or generated texts, and which examples were right."""
 
     evaluation: Evaluation
@@ -58,7 +58,7 @@ class Examined:
     texts: tuple[str, ...] | None = None
 
 
-def scores_of(engine: Engine, prompts: Sequence[Prompt], readout: Readout) -> npt.NDArray[np.float64]:
+def score_prompts(engine: Engine, prompts: Sequence[Prompt], readout: Readout) -> npt.NDArray[np.float64]:
     """scores[B, C] of the unperturbed model."""
     return engine.score(Batch(tuple(prompts), readout), [Probe()])[0].astype(np.float64)
 
@@ -68,57 +68,57 @@ def evaluate(
     prompts: Sequence[Prompt],
     readout: Readout,
     metric: str = "accuracy",
-    more: Sequence[Sequence[Prompt]] = (),
-) -> Examined:
-    """Evaluate labelled prompts; `more` are the same examples with other demonstrations, whose scores are averaged in."""
+    draws: Sequence[Sequence[Prompt]] = (),
+) -> DetailedEvaluation:
+    """Evaluate labelled prompts; `draws` are the same examples with other demonstrations, whose scores are averaged in."""
     if not prompts:
         raise DataError("there are no examples to evaluate")
     batch = Batch(tuple(prompts), readout)
-    scores = scores_of(engine, prompts, readout)
-    if more:
-        drawn = [scores, *(scores_of(engine, others, readout) for others in more)]
+    scores = score_prompts(engine, prompts, readout)
+    if draws:
+        drawn = [scores, *(score_prompts(engine, others, readout) for others in draws)]
         scores = np.mean([each - log_sum_exp(each) for each in drawn], axis=0)
     right = scores.argmax(axis=1) == batch.labels
-    return Examined(judged(scores, batch, metric), tuple(right.tolist()), scores)
+    return DetailedEvaluation(evaluate_scores(scores, batch, metric), tuple(right.tolist()), scores)
 
 
 def evaluate_texts(
     engine: Engine, prompts: Sequence[Prompt], readout: Readout, decode: Decode, max_new_tokens: int
-) -> Examined:
+) -> DetailedEvaluation:
     """Evaluate generated answers: mean F1 of words, with exact match as the accuracy and the answers' LM loss."""
     if not prompts:
         raise DataError("there are no examples to evaluate")
     batch = Batch(tuple(prompts), readout)
     loss = float(cross_entropy(engine.score(batch, [Probe()]), batch)[0])
-    texts = Rewarded(engine, decode, text_f1, max_new_tokens).texts(batch, [Probe()])[0]
+    texts = first_lines(engine.generate(batch, [Probe()], max_new_tokens), decode)[0]
     values = np.array([text_f1(text, prompt) for text, prompt in zip(texts, prompts, strict=True)])
     exact = [exact_match(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
     half = Z95 * float(values.std()) / math.sqrt(len(values))
     mean = float(values.mean())
     interval = (max(0.0, mean - half), min(1.0, mean + half))
     found = Evaluation("f1", mean, interval, float(np.mean(exact)), loss, len(values), mean)
-    return Examined(found, tuple(bool(one) for one in exact), texts=tuple(texts))
+    return DetailedEvaluation(found, tuple(bool(one) for one in exact), texts=tuple(texts))
 
 
-def judged(scores: npt.NDArray[np.float64], batch: Batch, metric: str) -> Evaluation:
+def evaluate_scores(scores: npt.NDArray[np.float64], batch: Batch, metric: str) -> Evaluation:
     """Figures from scores[B, C]."""
-    labels, predicted = batch.labels, scores.argmax(axis=1)
+    labels, predicted, classes = batch.labels, scores.argmax(axis=1), scores.shape[1]
     loss = float(cross_entropy(scores[None].astype(np.float32), batch)[0])
-    accuracy = METRICS["accuracy"](predicted, labels, scores.shape[1])
-    value = METRICS[metric](predicted, labels, scores.shape[1])
-    interval = (
-        wilson(accuracy, len(labels)) if metric == "accuracy" else bootstrap(predicted, labels, metric, scores.shape[1])
-    )
-    return Evaluation(
-        metric, value, interval, accuracy, loss, len(labels), METRICS[metric](balanced(scores), labels, scores.shape[1])
-    )
+    accuracy = METRICS["accuracy"](predicted, labels, classes)
+    if metric == "accuracy":
+        interval = wilson_interval(accuracy, len(labels))
+    else:
+        interval = bootstrap_interval(predicted, labels, metric, classes)
+    value = METRICS[metric](predicted, labels, classes)
+    calibrated = METRICS[metric](calibrated_predictions(scores), labels, classes)
+    return Evaluation(metric, value, interval, accuracy, loss, len(labels), calibrated)
 
 
 def probabilities(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return np.exp(scores - log_sum_exp(scores))
 
 
-def balanced(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+def calibrated_predictions(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     """Predictions after removing the prompt's prior: every label is predicted equally often on these unlabelled examples.
 
     With two labels the threshold moves to the median of the margins. With more, an offset per label is found by moving each
@@ -138,7 +138,7 @@ def balanced(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     return (scores + offsets).argmax(axis=1)
 
 
-def wilson(share: float, count: int) -> tuple[float, float]:
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
     """Wilson's 95% interval of a share."""
     centre = share + Z95**2 / (2 * count)
     spread = Z95 * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
@@ -146,7 +146,7 @@ def wilson(share: float, count: int) -> tuple[float, float]:
     return (max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale))
 
 
-def bootstrap(
+def bootstrap_interval(
     predicted: npt.NDArray[np.int64], labels: npt.NDArray[np.int64], metric: str, classes: int = 0, rounds: int = 1000
 ) -> tuple[float, float]:
     """Percentile interval of a metric over resampled examples; the resampling is fixed."""

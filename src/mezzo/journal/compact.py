@@ -13,6 +13,7 @@ import numpy as np
 
 from mezzo.errors import JournalError
 from mezzo.journal.atomic_files import explained, write_atomically
+from mezzo.journal.header import parse_header
 from mezzo.journal.journal import Content
 from mezzo.method.noise import step_seed
 from mezzo.types import StepRecord, Update
@@ -27,10 +28,7 @@ def export_compact(content: Content, path: Path, best: int | None = None) -> int
 
     `best` is the position that a reader takes without being told another.
     """
-    try:
-        seed, samples = int(content.header["seed"]), int(content.header["samples"])
-    except (KeyError, TypeError, ValueError, OverflowError):
-        raise JournalError(f"{content.path}: the header lacks what a compact journal needs") from None
+    seed, samples = content.header.seed, content.header.samples
     if samples < 1 or content.steps * samples > MOST_TERMS:
         raise JournalError(f"{content.path}: a compact journal holds at most {MOST_TERMS:,} directions")
     coefs = np.full((content.steps, samples), np.nan, dtype="<f4")
@@ -46,7 +44,12 @@ def export_compact(content: Content, path: Path, best: int | None = None) -> int
         coefs[record.step] = [coef for _, coef in record.update.terms]
         keeps[record.step] = record.update.keep
     known = {} if best is None else {"best": best}
-    header = {**content.header, **known, "steps": content.steps, "marks": {str(k): v for k, v in content.marks.items()}}
+    header = {
+        **content.header.to_dict(),
+        **known,
+        "steps": content.steps,
+        "marks": {str(k): v for k, v in content.marks.items()},
+    }
     parts = [zlib.compress(part, 9) for part in (json.dumps(header).encode(), _planes(coefs), _planes(keeps))]
     body = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     data = MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
@@ -66,15 +69,16 @@ def import_compact(path: Path) -> Content:
         raise JournalError(f"{path} is damaged: its checksum does not match")
     try:
         header_part, coef_part, keep_part = _parts(body)
-        header = json.loads(_unpacked(header_part, LARGEST_HEADER))
-        steps, samples, seed = (_whole(header[name]) for name in ("steps", "samples", "seed"))
+        values = json.loads(_unpacked(header_part, LARGEST_HEADER))
+        header = parse_header(values, path)
+        steps, samples, seed = _count(values["steps"]), header.samples, header.seed
         if samples < 1 or steps * samples > MOST_TERMS:
             raise ValueError(f"it claims {steps} steps of {samples} directions, and {MOST_TERMS:,} is the most")
         coefs = _from_planes(_unpacked(coef_part, 4 * steps * samples)).reshape(steps, samples)
         keeps = _from_planes(_unpacked(keep_part, 4 * steps)).reshape(steps)
         if np.isinf(coefs).any() or not np.isfinite(keeps).all():
             raise ValueError("a step of it is not finite")
-        marks = {int(step): str(digest) for step, digest in header["marks"].items()}
+        marks = {int(step): str(digest) for step, digest in values["marks"].items()}
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, zlib.error, RecursionError) as error:
         raise JournalError(f"{path} is not a valid compact journal: {error}") from None
     records = []
@@ -85,7 +89,9 @@ def import_compact(path: Path) -> Content:
             terms = ((step_seed(seed, step, sample), float(coefs[step, sample])) for sample in range(samples))
             update, skipped = Update(tuple(terms), float(keeps[step])), ""
         records.append(StepRecord(step, (), (), update, math.nan, skipped))
-    return Content(path, header, records, marks, len(data))
+    best = values.get("best")
+    best = best if isinstance(best, int) and 0 <= best <= steps else None
+    return Content(path, header, records, marks, len(data), best=best)
 
 
 def _planes(values: np.ndarray[Any, np.dtype[np.float32]]) -> bytes:
@@ -115,7 +121,7 @@ def _unpacked(part: bytes, size: int) -> bytes:
     return data
 
 
-def _whole(value: Any) -> int:
+def _count(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value

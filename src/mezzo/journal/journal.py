@@ -21,6 +21,7 @@ from typing import Any
 
 from mezzo.errors import JournalError, RunFailed
 from mezzo.journal.atomic_files import explained, write_all
+from mezzo.journal.header import Header, parse_header
 from mezzo.types import StepRecord, Update
 
 FORMAT = 1
@@ -35,11 +36,13 @@ class Content:
     """A journal as read: `torn` bytes at the end did not survive the last crash and are ignored."""
 
     path: Path
-    header: dict[str, Any]
+    header: Header
     records: list[StepRecord]
     marks: dict[int, str]
     size: int
     torn: int = 0
+    best: int | None = None
+    """The step of the best checkpoint, where the file itself knows it: a compact journal does."""
 
     @property
     def steps(self) -> int:
@@ -60,10 +63,10 @@ class Journal:
     _syncing: Future[None] | None = None
 
     @classmethod
-    def create(cls, folder: Path, header: Mapping[str, Any]) -> Journal:
+    def create(cls, folder: Path, header: Header) -> Journal:
         """Start a journal in a folder that has none."""
         path = folder / NAME
-        line = _line({"format": FORMAT, **header}, 0)
+        line = _line({"format": FORMAT, **header.to_dict()}, 0)
         with explained(path):
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -167,11 +170,12 @@ def read(path: Path) -> Content:
         raise JournalError(f"{path} does not exist")
     lines = _lines(path)
     first = next(lines, None)
-    header = _payload(first[1], 0) if first else None
-    if first is None or header is None:
+    values = _payload(first[1], 0) if first else None
+    if first is None or values is None:
         raise JournalError(f"{path}: the header is missing or damaged; a journal without its header cannot be used")
-    if header.get("format") != FORMAT:
-        raise JournalError(f"{path} has format {header.get('format')!r}; this mezzo reads format {FORMAT}")
+    if values.get("format") != FORMAT:
+        raise JournalError(f"{path} has format {values.get('format')!r}; this mezzo reads format {FORMAT}")
+    header = parse_header(values, path)
     salt, size = _salt(first[1]), len(first[1])
     records: list[StepRecord] = []
     marks: dict[int, str] = {}

@@ -20,7 +20,7 @@ def batch_indices(seed: int, step: int, count: int, size: int) -> list[int]:
     return [int(_epoch(seed, place // count, count)[place % count]) for place in places]
 
 
-def batches_of(prompts: Sequence[Prompt], readout: Readout, seed: int, size: int) -> Batches:
+def make_batches(prompts: Sequence[Prompt], readout: Readout, seed: int, size: int) -> Batches:
     """The training batches of a run; a set smaller than a batch is used whole at every step."""
     if size >= len(prompts):
         whole = Batch(tuple(prompts), readout)  # one and the same object: what an engine made of it may be kept

@@ -29,6 +29,13 @@ KINDS: tuple[Kind, ...] = ("rademacher", "gaussian")
 BITS: dict[str, int] = {"rademacher": 1, "gaussian": 16}
 """Bits of the stream that one element takes."""
 
+
+def dense_kind(name: str) -> Kind:
+    """The noise of dense tensors under the option `noise`: low-rank noise is ±1, on matrices as factors."""
+    kinds: dict[str, Kind] = {"rademacher": "rademacher", "gaussian": "gaussian", "lowrank": "rademacher"}
+    return kinds[name]
+
+
 TABLE_SHA256 = "87d2297bd6f503ad"
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint64]

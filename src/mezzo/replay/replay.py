@@ -8,31 +8,28 @@ from dataclasses import dataclass
 from mezzo.engines.base import Engine, Workers
 from mezzo.errors import JournalError
 from mezzo.journal.journal import Content
-from mezzo.replay.prefix_start import taken_up
+from mezzo.replay.prefix_start import restore_prefix_start
 from mezzo.replay.snapshots import Snapshots, Tensors
 from mezzo.types import Update
 
-REPLAY = 1000  # updates handed to the engine at once
+CHUNK = 1000  # updates passed to the engine at once
 
 
 def check_base(engine: Engine, content: Content) -> None:
-    """Refuse to replay a journal on a model it was not written for; put a fresh engine where the run began."""
-    expected = content.header.get("base")
-    if engine.base_digest != expected:
+    """Refuse to replay a journal on a model it was not written for; put a fresh engine at the run's initial values."""
+    header = content.header
+    if engine.base_digest != header.base:
         raise JournalError(
-            f"{content.path} was written for a base model with digest {str(expected)[:12]}…, this one has "
+            f"{content.path} was written for a base model with digest {header.base[:12]}…, this one has "
             f"{engine.base_digest[:12]}…: the base model has changed"
         )
-    named = [(t.name, list(t.shape)) for t in engine.trained]
-    listed = content.header.get("tensors")
-    rows = [row for row in listed if isinstance(row, dict)] if isinstance(listed, list) else []
-    if named != [(row.get("name"), row.get("shape")) for row in rows]:
+    if [(t.name, t.shape) for t in engine.trained] != [(t.name, t.shape) for t in header.tensors]:
         raise JournalError(f"{content.path} trains other tensors than this configuration selects")
-    taken_up(engine, content.header, content.path)
+    restore_prefix_start(engine, header, content.path)
 
 
 def bring_to(engine: Engine, content: Content, at: int, snapshots: Snapshots | None = None) -> None:
-    """From the base (a fresh engine) to the weights after `at` steps; the newest sound snapshot before it shortens the way."""
+    """Bring a fresh engine from the base to the weights after `at` steps, from the newest valid snapshot if there is one."""
     records = content.records
     if not 0 <= at <= len(records):
         raise JournalError(f"the journal holds steps 0 to {len(records)}; there is no step {at}")
@@ -46,29 +43,35 @@ def bring_to(engine: Engine, content: Content, at: int, snapshots: Snapshots | N
 def replay(
     engine: Engine, updates: Sequence[Update], marks: Mapping[int, str], snapshots: Snapshots | None = None
 ) -> None:
-    """Apply a journal's updates; with snapshots, which belong to a way from the base, only those behind the newest."""
+    """Apply a journal's updates from the base; with snapshots, only those after the newest valid one."""
     start = _from_snapshot(engine, len(updates), marks, snapshots) if snapshots else 0
-    for first in range(start, len(updates), REPLAY):
-        engine.apply(updates[first : first + REPLAY])
+    for first in range(start, len(updates), CHUNK):
+        engine.apply(updates[first : first + CHUNK])
 
 
 def _from_snapshot(engine: Engine, at: int, marks: Mapping[int, str], snapshots: Snapshots) -> int:
-    """The newest snapshot whose digest is the one the journal recorded at that step; its own word is not enough."""
+    """Load the newest snapshot that the journal confirms; the step it stands for, 0 where there is none."""
     initial: Tensors | None = None
     for step in snapshots.steps():
-        if step > at or step not in marks or (found := snapshots.load(step)) is None:
-            continue
-        initial = initial or engine.state()
-        tensors, _ = found
-        try:
-            engine.load_state(tensors)
-        except JournalError:
-            continue
-        if engine.digest() == marks[step]:
-            return step
+        if step <= at and step in marks:
+            initial = initial or engine.state()
+            if load_snapshot(engine, step, marks, snapshots):
+                return step
     if initial:
         engine.load_state(initial)
     return 0
+
+
+def load_snapshot(engine: Engine, step: int, marks: Mapping[int, str], snapshots: Snapshots) -> bool:
+    """Load the snapshot of a step. False where it is missing, broken, or not what the journal recorded at that step: its own
+    digest is not enough, and the engine's weights are then undefined."""
+    if step not in marks or (found := snapshots.load(step)) is None:
+        return False
+    try:
+        engine.load_state(found[0])
+    except JournalError:
+        return False
+    return engine.digest() == marks[step]
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -139,8 +139,8 @@ def story_of(path: str | Path) -> Story:
     records = [r for r in content.records if r.losses and all(map(math.isfinite, (*r.losses, *r.slopes, r.lr)))]
     return Story(
         path=folder.path,
-        config=folder.read_config() or content.header.get("config", {}),
-        header=content.header,
+        config=folder.read_config() or content.header.config,
+        header=content.header.to_dict(),
         steps=content.steps,
         positions=[record.step + 1 for record in records],
         losses=[sum(record.losses) / len(record.losses) for record in records],

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
-from mezzo.evaluation.evaluate import wilson
+from mezzo.evaluation.evaluate import wilson_interval
 from mezzo.reports import html
 from mezzo.reports.charts import charts_of
 from mezzo.reports.run_data import Look, Story, number
@@ -95,7 +95,9 @@ def _zero_shot_rows(look: Look | None) -> Iterator[str]:
         return
     yield _row("test, zero-shot", look)
     if math.isfinite(look.calibrated):
-        low, high = wilson(look.calibrated, look.n) if look.metric == "accuracy" and look.n else (math.nan, math.nan)
+        low, high = (
+            wilson_interval(look.calibrated, look.n) if look.metric == "accuracy" and look.n else (math.nan, math.nan)
+        )
         calibrated = Look("test", 0, look.metric, look.calibrated, low, high, math.nan, look.n, math.nan)
         yield _row("test, calibrated zero-shot", calibrated)
 

@@ -1,4 +1,4 @@
-"""The task and the examples of a run, from what its configuration names; and what was given in Python, kept as files."""
+"""The task and the examples that a configuration names; and data given in Python, saved as files."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ LARGEST_HELD_OUT = 500
 
 @dataclass(frozen=True)
 class Splits:
-    """Examples by use. Without test data, dev is reported, and says so."""
+    """Examples by use. Without test data, the figures of dev are reported as such."""
 
     train: list[Example]
     dev: list[Example]
     test: list[Example]
-    tested_apart: bool = True
+    has_test: bool = True
 
 
-def task_of(config: RunConfig, family: Family) -> Task:
-    """The task with the run's own template and words in place of its own."""
+def find_task(config: RunConfig, family: Family) -> Task:
+    """The configured task, with the run's template and label words where they are given."""
     mapping = pairs("words", config.words or (), "negative=bad,positive=good")
     return MLMConfig(config.template, cast(Any, mapping) or None).apply(get_task(config.task or "reviews", family))
 
 
-def splits_of(config: RunConfig, task: Task) -> Splits:
+def load_splits(config: RunConfig, task: Task) -> Splits:
     """Train, dev and test examples, from the files named or from what the package carries."""
     train_source = config.train or bundled_data(task.name, "train")
     if train_source is None:
         raise ConfigError(f"task {task.name!r} has no bundled data: pass --train FILE (and --test FILE)")
-    train = load_examples(train_source, task, split="train", **reading(config, config.train))
+    train = load_examples(train_source, task, split="train", **reading_options(config, config.train))
     seed = config.seed if config.data_seed is None else config.data_seed
     bundled = config.train is None
     dev_source = config.dev or (bundled_data(task.name, "dev") if bundled else None)
@@ -53,41 +53,45 @@ def splits_of(config: RunConfig, task: Task) -> Splits:
     if config.k:
         train, dev = k_shot(train, config.k, seed % 2**32, labels=task.labels)
     if dev_source:
-        dev = load_examples(dev_source, task, split="dev", **reading(config, config.dev))
+        dev = load_examples(dev_source, task, split="dev", **reading_options(config, config.dev))
     elif not config.k:
-        train, dev = _held_out(train, seed)
-    test = load_examples(test_source, task, split="test", **reading(config, config.test)) if test_source else dev
+        train, dev = _hold_out(train, seed)
+    test = (
+        load_examples(test_source, task, split="test", **reading_options(config, config.test)) if test_source else dev
+    )
     cut = config.eval_limit
-    return Splits(some(train, config.train_limit), some(dev, cut), some(test, cut), test_source is not None)
+    return Splits(
+        take_some(train, config.train_limit), take_some(dev, cut), take_some(test, cut), test_source is not None
+    )
 
 
-def reading(config: RunConfig, given: object = True) -> dict[str, Any]:
-    """How data that the user gave is read: what integer labels mean, which column is which, how text is encoded."""
-    if not given:  # it comes with the package
+def reading_options(config: RunConfig, given: object = True) -> dict[str, Any]:
+    """How the user's data is read: what integer labels mean, which column is which, the encoding; nothing for bundled data."""
+    if not given:
         return {}
-    return {"id_order": config.id_order, "encoding": config.encoding, "columns": columns_of(config)}
+    return {"id_order": config.id_order, "encoding": config.encoding, "columns": column_names(config)}
 
 
-def columns_of(config: RunConfig) -> dict[str, str]:
-    """Task column → column of the data, where the user says it."""
+def column_names(config: RunConfig) -> dict[str, str]:
+    """Task column → column of the data, as the user named them."""
     return pairs("columns", config.columns, "text=body,label=stars")
 
 
-def some(examples: list[Example], limit: int | None) -> list[Example]:
-    """At most `limit` examples from all over the list, in its order: files are often sorted by label."""
+def take_some(examples: list[Example], limit: int | None) -> list[Example]:
+    """At most `limit` examples, drawn from the whole list in its order: files are often sorted by label."""
     if limit is None or limit >= len(examples):
         return examples
     return [examples[place] for place in sorted(noise.order(0, "limit", len(examples))[:limit].tolist())]
 
 
-def saved_rows(rows: dict[str, Any], config: RunConfig, task: Task | None) -> dict[str, str]:
+def save_rows(rows: dict[str, Any], config: RunConfig, task: Task | None) -> dict[str, str]:
     """Examples given in Python as files beside the run, named by their content: a run can be resumed only from files."""
-    task = task or task_of(config, family_of(load_config(config.model, config.remote_code)))
-    folder = _beside(config)
-    named, paths = columns_of(config), {}
+    task = task or find_task(config, family_of(load_config(config.model, config.remote_code)))
+    folder = _data_folder(config)
+    named, paths = column_names(config), {}
     for name, source in rows.items():
         found = load_examples(source, task, split=name, id_order=config.id_order, columns=named)
-        lines = [json.dumps(_row(example, task, named), ensure_ascii=False) for example in found]
+        lines = [json.dumps(_to_row(example, task, named), ensure_ascii=False) for example in found]
         data = "".join(line + "\n" for line in lines).encode()
         path = folder / f"{name}-{hashlib.sha256(data).hexdigest()[:12]}.jsonl"
         write_atomically(path, data)
@@ -95,19 +99,19 @@ def saved_rows(rows: dict[str, Any], config: RunConfig, task: Task | None) -> di
     return paths
 
 
-def saved_task(task: Task, config: RunConfig) -> str:
+def save_task(task: Task, config: RunConfig) -> str:
     """A task given in Python as a file beside the run, so that the run's config.json names it."""
     data = (json.dumps(task.as_dict(), indent=2, ensure_ascii=False) + "\n").encode()
-    path = _beside(config) / f"task-{hashlib.sha256(data).hexdigest()[:12]}.json"
+    path = _data_folder(config) / f"task-{hashlib.sha256(data).hexdigest()[:12]}.json"
     write_atomically(path, data)
     return os.path.abspath(path)
 
 
-def _beside(config: RunConfig) -> Path:
+def _data_folder(config: RunConfig) -> Path:
     return (Path(config.out).parent if config.out else Path("runs")) / "data"
 
 
-def _row(example: Example, task: Task, named: dict[str, str]) -> dict[str, Any]:
+def _to_row(example: Example, task: Task, named: dict[str, str]) -> dict[str, Any]:
     """An example as a line of data: its label by name, so that no order of ids is needed to read it back."""
     row = dict(example.fields)
     if task.kind != "generation":
@@ -115,7 +119,7 @@ def _row(example: Example, task: Task, named: dict[str, str]) -> dict[str, Any]:
     return {named.get(column, column): value for column, value in row.items()}
 
 
-def _held_out(train: list[Example], seed: int) -> tuple[list[Example], list[Example]]:
+def _hold_out(train: list[Example], seed: int) -> tuple[list[Example], list[Example]]:
     count = min(LARGEST_HELD_OUT, int(len(train) * HELD_OUT))
     if count < 1:
         raise DataError(f"{len(train)} training examples are too few to hold any out; pass --dev FILE")

@@ -40,7 +40,7 @@ SETTINGS = "mezzo.json"
 """The file beside a model's weights that says what suits it."""
 
 
-def shipped(model: str) -> dict[str, Any]:
+def model_settings(model: str) -> dict[str, Any]:
     """What the `mezzo.json` of a bundled model, or of a model folder, says by space; empty where there is none."""
     bundled = model.startswith(BUNDLED)
     folder = resources.files("mezzo") / "bundled" / "models" / model.removeprefix(BUNDLED) if bundled else Path(model)
@@ -51,12 +51,12 @@ def shipped(model: str) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ConfigError("it must hold an object of settings by space")
-        return {name: _checked(name, value) for name, value in found.items()}
+        return {name: _check_settings(name, value) for name, value in found.items()}
     except (OSError, ValueError, RecursionError, ConfigError) as error:
         raise ModelError(f"{file} cannot be used: {error}; mend or delete it") from None
 
 
-def _checked(name: str, values: Any) -> Any:
+def _check_settings(name: str, values: Any) -> Any:
     """The usual space, or a space's settings as options of a run: a folder may come from a stranger."""
     if name == "space":
         if not isinstance(values, str):
@@ -70,9 +70,9 @@ def _checked(name: str, values: Any) -> Any:
     return {name: getattr(from_mapping(named), name) for name in named}
 
 
-def with_defaults(config: RunConfig, family: str) -> RunConfig:
+def apply_defaults(config: RunConfig, family: str) -> RunConfig:
     """Every `None` among the method's options replaced: the bundled model's choice, else the published one."""
-    ours = shipped(config.model)
+    ours = model_settings(config.model)
     served = config.engine == "sglang"
     usual = ours.get("space", "lora")
     asked: str = config.space or ("lora" if served and usual not in SERVED else usual)

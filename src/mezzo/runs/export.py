@@ -16,30 +16,33 @@ from mezzo.engines.base import Engine
 from mezzo.engines.hf_hub import quiet
 from mezzo.errors import ConfigError
 from mezzo.journal.atomic_files import explained
-from mezzo.runs.defaults import SETTINGS, shipped
+from mezzo.runs.defaults import SETTINGS, model_settings
+from mezzo.runs.setup import Setup
 
 
-def export_adapter(engine: Any, parts: Any, out: Path, card: str) -> None:
+def export_adapter(engine: Any, setup: Setup, out: Path, card: str) -> None:
     """What was trained, without the base model: LoRA for PEFT, a prefix for `load_prefix`."""
     write = {"lora": _export_lora, "prefix": _export_prefix}.get(engine.space.kind)
     if write is None:
         raise ConfigError(
             f"only LoRA and prefix runs have an adapter; this one trained {engine.space.kind!r}: export the model instead"
         )
-    with _staged(out, card) as folder:
-        write(engine, parts, folder)
+    with _staging_folder(out, card) as folder:
+        write(engine, setup, folder)
 
 
-def _export_lora(engine: Any, parts: Any, folder: Path) -> None:
+def _export_lora(engine: Any, setup: Setup, folder: Path) -> None:
     """LoRA tensors as PEFT reads them (`adapter_config.json`, `adapter_model.safetensors`)."""
     from safetensors.numpy import save
 
-    tensors = {f"base_model.model.{name}": np.ascontiguousarray(value) for name, value in _whole_pairs(engine).items()}
-    modules = sorted({name.split(".lora_")[0] for name in _whole_pairs(engine)})
+    tensors = {
+        f"base_model.model.{name}": np.ascontiguousarray(value) for name, value in _adapter_tensors(engine).items()
+    }
+    modules = sorted({name.split(".lora_")[0] for name in _adapter_tensors(engine)})
     settings = {
         "peft_type": "LORA",
         "task_type": None,
-        "base_model_name_or_path": parts.config.model,
+        "base_model_name_or_path": setup.config.model,
         "r": engine.space.rank,
         "lora_alpha": engine.space.alpha,
         "lora_dropout": 0.0,
@@ -52,12 +55,12 @@ def _export_lora(engine: Any, parts: Any, folder: Path) -> None:
     _write_json(folder / "adapter_config.json", settings)
 
 
-def _export_prefix(engine: Any, parts: Any, folder: Path) -> None:
+def _export_prefix(engine: Any, setup: Setup, folder: Path) -> None:
     """PEFT would put a prefix into the key-value cache, where it moves every token to another position: not the same model."""
     from safetensors.numpy import save
 
-    tensors = {name: np.ascontiguousarray(value) for name, value in _whole_pairs(engine).items()}
-    settings = {"format": PREFIX_FORMAT, "base_model_name_or_path": parts.config.model, "tokens": engine.space.tokens}
+    tensors = {name: np.ascontiguousarray(value) for name, value in _adapter_tensors(engine).items()}
+    settings = {"format": PREFIX_FORMAT, "base_model_name_or_path": setup.config.model, "tokens": engine.space.tokens}
     (folder / "prefix.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     _write_json(folder / "prefix_config.json", settings)
 
@@ -70,18 +73,18 @@ def load_prefix(model: Any, folder: str | Path) -> Any:
     return model
 
 
-def export_model(engine: Any, parts: Any, out: Path, card: str) -> None:
+def export_model(engine: Any, setup: Setup, out: Path, card: str) -> None:
     """The whole model with the trained tensors in place, its tokenizer, its card and the settings of its base."""
-    with _staged(out, card) as folder:
+    with _staging_folder(out, card) as folder:
         with quiet():
             engine.merged().save_pretrained(folder)
-            parts.tokenizer.save_pretrained(folder)
-        if settings := shipped(parts.config.model):
+            setup.tokenizer.save_pretrained(folder)
+        if settings := model_settings(setup.config.model):
             _write_json(folder / SETTINGS, settings)
 
 
 @contextlib.contextmanager
-def _staged(out: Path, card: str) -> Iterator[Path]:
+def _staging_folder(out: Path, card: str) -> Iterator[Path]:
     """A folder to write an export into, which becomes `out`, its card with it, when all is written: complete or absent."""
     _refuse_used(out)
     with explained(out):
@@ -100,7 +103,7 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _whole_pairs(engine: Any) -> dict[str, Any]:
+def _adapter_tensors(engine: Any) -> dict[str, Any]:
     frozen = {name: value.cpu().numpy() for name, value in engine.population.frozen.items()}
     return {**engine.state(), **frozen}
 
@@ -112,4 +115,4 @@ def _refuse_used(out: Path) -> None:
 
 
 PREFIX_FORMAT = "mezzo-prefix-1"
-EXPORTS: dict[str, Callable[[Engine, Any, Path, str], None]] = {"adapter": export_adapter, "model": export_model}
+EXPORTS: dict[str, Callable[[Engine, Setup, Path, str], None]] = {"adapter": export_adapter, "model": export_model}

@@ -1,4 +1,4 @@
-"""The examples a model got wrong, those it was surest of first: what a person looks at to understand a figure."""
+"""The examples a model got wrong, the most confident mistakes first."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any
 
 import numpy as np
 
-from mezzo.evaluation.evaluate import Examined, probabilities
+from mezzo.evaluation.evaluate import DetailedEvaluation, probabilities
 from mezzo.tasks import Task
 from mezzo.types import Example
 
-MOST, LONGEST = 50, 600
+MAX_ROWS, MAX_CHARACTERS = 50, 600
 """Mistakes that are kept, and characters of a text that are kept."""
 
 
-def mistakes(examples: Sequence[Example], examined: Examined, task: Task) -> list[dict[str, Any]]:
+def list_mistakes(examples: Sequence[Example], detail: DetailedEvaluation, task: Task) -> list[dict[str, Any]]:
     """Rows with the texts, the right and the given answer, and how sure the model was."""
-    if examined.texts is not None:
+    if detail.texts is not None:
         return [
             {**_shown(example, task), "right": _short(example.fields.get(task.label_column, "")), "given": _short(text)}
-            for example, text, good in zip(examples, examined.texts, examined.right, strict=True)
+            for example, text, good in zip(examples, detail.texts, detail.right, strict=True)
             if not good
-        ][:MOST]
-    assert examined.scores is not None
-    chances = probabilities(examined.scores)
+        ][:MAX_ROWS]
+    assert detail.scores is not None
+    chances = probabilities(detail.scores)
     given = chances.argmax(axis=1)
-    wrong = [place for place, good in enumerate(examined.right) if not good]
+    wrong = [place for place, good in enumerate(detail.right) if not good]
     wrong.sort(key=lambda place: -chances[place, given[place]])
     return [
         {
@@ -35,7 +35,7 @@ def mistakes(examples: Sequence[Example], examined: Examined, task: Task) -> lis
             "given": _name(task, examples[place], int(given[place])),
             "sure": round(float(chances[place, given[place]]), 4),
         }
-        for place in wrong[:MOST]
+        for place in wrong[:MAX_ROWS]
     ]
 
 
@@ -53,4 +53,4 @@ def _name(task: Task, example: Example, index: int) -> str:
 
 def _short(value: Any) -> str:
     text = " / ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+    return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 1] + "…"

@@ -10,15 +10,16 @@ from typing import Any
 
 from mezzo import __version__
 from mezzo.engines.hf_hub import BUNDLED
+from mezzo.journal.header import Header
 
 LIBRARY = {"adapter": "peft", "model": "transformers"}
 PEFT = ("from peft import PeftModel", "PeftModel.from_pretrained")
 AUTO = {"masked": "AutoModelForMaskedLM", "causal": "AutoModelForCausalLM"}
 
 
-def card(kind: str, header: Mapping[str, Any], events: Sequence[Mapping[str, Any]], step: int, steps: int) -> str:
+def model_card(kind: str, header: Header, events: Sequence[Mapping[str, Any]], step: int, steps: int) -> str:
     """The card's text. `events` are the run's metrics, where there are any: a compact journal has none."""
-    config, task = header["config"], header["task"]
+    config, task = header.config, header.task
     lines = [
         *_front("mezzo" if config["space"] == "prefix" else LIBRARY[kind], str(config["model"])),
         f"# {task['name']}: {_short(str(config['model']))} after {step} steps of MeZO",
@@ -33,7 +34,7 @@ def card(kind: str, header: Mapping[str, Any], events: Sequence[Mapping[str, Any
         *_method(config, header),
         "",
         "## Load it",
-        _loading(kind, config, str(header["family"]), bool(header.get("classes"))),
+        _loading(kind, config, header.family, bool(header.classes)),
         "",
         "The prompt is part of the model: it was trained with the template",
         *(f"    {line}" for line in ("", *str(task["template"]).splitlines(), "")),
@@ -83,13 +84,13 @@ def _figure(entry: Mapping[str, Any]) -> str:
     return f"{entry['value']:.1%} ({low:.1%} to {high:.1%})"
 
 
-def _method(config: Mapping[str, Any], header: Mapping[str, Any]) -> list[str]:
+def _method(config: Mapping[str, Any], header: Header) -> list[str]:
     names = ["space", "objective", "lr", "schedule", "eps", "batch_size", "samples", "noise", "seed"]
     names[1:1] = ["rank", "alpha"] if config.get("space") == "lora" else []
     return [
         *("| option | |", "|---|---|", f"| base model | {_short(str(config['model']))} |"),
         *(f"| {name.replace('_', ' ')} | {config.get(name)} |" for name in names),
-        f"| base digest | `{str(header.get('base'))[:16]}` |",
+        f"| base digest | `{header.base[:16]}` |",
     ]
 
 

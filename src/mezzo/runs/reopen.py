@@ -1,11 +1,13 @@
-"""From a journal back to an engine: the base model it names, brought to any of its steps."""
+"""From a journal to an engine: the base model it names, brought to any of its steps."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from mezzo.config import from_mapping
+from mezzo.engines import open_engine
 from mezzo.engines.base import Engine
 from mezzo.errors import ConfigError, JournalError
 from mezzo.evaluation.evaluate import rank
@@ -13,8 +15,9 @@ from mezzo.journal.atomic_files import explained
 from mezzo.journal.compact import MAGIC, import_compact
 from mezzo.journal.journal import Content, read
 from mezzo.replay.replay import bring_to, check_base
-from mezzo.runs import datasets, setup
+from mezzo.runs.datasets import find_task
 from mezzo.runs.folder import Folder
+from mezzo.runs.setup import Setup, resolve_setup
 from mezzo.tasks import get_task
 
 MACHINE = ("model", "engine", "device", "threads", "micro_batch", "cache_mb", "tp", "url", "remote_code")
@@ -32,7 +35,6 @@ ASKED = (
     "max_new_tokens",
 )
 """What may be asked of the rebuilt weights: another task, another prompt, other data."""
-MOST_CLASSES = 100_000
 POOL = ("train", "k", "data_seed")
 """Where demonstrations come from."""
 
@@ -49,51 +51,50 @@ def open_journal(path: str | Path) -> Content:
     return import_compact(path) if compact else read(path)
 
 
-def base_engine(content: Content, **changes: Any) -> tuple[Engine, setup.Parts]:
+def open_base_engine(content: Content, **changes: Any) -> tuple[Engine, Setup]:
     """The engine a journal starts from: its base model with the trained tensors untouched."""
     given = {key: value for key, value in changes.items() if value is not None}
     refused = sorted(set(given) - {*MACHINE, *ASKED, *POOL})
     if refused:
         raise ConfigError(f"{', '.join(refused)} belongs to the run and cannot be changed after it")
-    # Weights do not depend on what ran the model: without a word about it, this process rebuilds them itself.
+    # Weights do not depend on what ran the model: unless an engine is named, this process rebuilds them itself.
     here: dict[str, Any] = {} if "engine" in given else {"engine": "torch", "tp": 1}
-    here |= {"url": ()}  # prompts and weights go to servers that were named here, not in a journal
-    here |= {"device": "auto", "threads": None, "eval_limit": None}  # of that run's machine and of its own looks at dev
-    here |= {"remote_code": False}  # a model's code runs only for who asks for it, not because a journal says so
+    here |= {"url": ()}  # prompts and weights go only to servers that the user names
+    here |= {"device": "auto", "threads": None, "eval_limit": None}  # these belonged to the machine of the run
+    here |= {"remote_code": False}  # a model's own code runs only where the user asks for it
+    header = content.header
     try:
-        header = content.header
-        config = from_mapping({**header["config"], **here, **given})
-        family, classes, recorded = header["family"], int(header["classes"]), get_task(dict(header["task"]))
-        if family not in ("masked", "causal") or not 0 <= classes <= MOST_CLASSES:
-            raise ValueError(f"a {family} model with {classes} classes")
+        config = from_mapping({**header.config, **here, **given})
+        recorded = get_task(dict(header.task))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise JournalError(f"{content.path}: the header lacks what a rebuild needs: {error}") from None
     changed = any(name in given for name in ("task", "template", "words"))
-    parts = setup.prepare(config, datasets.task_of(config, family) if changed else recorded)
-    engine = setup.engine_for(parts.config, family, classes, parts.padding_id)
+    setup = resolve_setup(config, find_task(config, header.family) if changed else recorded)
+    # The header, not the task that is asked about, says which head was trained.
+    spec = dataclasses.replace(setup.engine_spec, family=header.family, classes=header.classes)
+    engine = open_engine(setup.config.engine, spec)
     try:
         check_base(engine, content)
     except BaseException:
         engine.close()
         raise
-    return engine, parts
+    return engine, setup
 
 
-def rebuilt(path: str | Path, at: int | None = None, **changes: Any) -> tuple[Engine, setup.Parts]:
+def open_run(path: str | Path, at: int | None = None, **changes: Any) -> tuple[Engine, Setup]:
     """A run's engine at a journal position: the best checkpoint unless `at` says otherwise."""
     content = open_journal(path)
-    engine, parts = base_engine(content, **changes)
+    engine, setup = open_base_engine(content, **changes)
     snapshots = Folder(Path(path)).snapshots if Path(path).is_dir() else None
     bring_to(engine, content, best_step(path, content) if at is None else at, snapshots)
-    return engine, parts
+    return engine, setup
 
 
 def best_step(path: str | Path, content: Content) -> int:
     """The position with the best dev evaluation, the last one if nothing was evaluated."""
     if not Path(path).is_dir():
-        best = content.header.get("best", content.steps)  # a compact journal knows its best step
-        return best if isinstance(best, int) and 0 <= best <= content.steps else content.steps
-    looks = [
+        return content.steps if content.best is None else content.best
+    evaluations = [
         (e["value"], e["loss"], e["step"])
         for e in Folder(Path(path)).metrics()
         if e.get("event") == "evaluation"
@@ -101,4 +102,4 @@ def best_step(path: str | Path, content: Content) -> int:
         and isinstance(e.get("step"), int)
         and 0 <= e["step"] <= content.steps
     ]
-    return max(looks, key=lambda look: rank(*look))[2] if looks else content.steps
+    return max(evaluations, key=lambda found: rank(*found))[2] if evaluations else content.steps

@@ -1,0 +1,116 @@
+"""The first line of a journal as a typed value: all that is needed, beside the base model, to rebuild and resume a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from mezzo.errors import JournalError
+from mezzo.method import noise, rounding
+from mezzo.types import Family, MicroBatch, TensorKind, TrainedTensor
+
+MAX_CLASSES = 100_000
+MAX_PAD = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What a run was. `base` is the digest of the base model, `data` that of the encoded training examples, `start` the
+    initial values of a prefix, which neither the base model nor the seed determines."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    samples: int = 1
+    base: str = ""
+    start: Mapping[str, str] = field(default_factory=dict)
+    family: Family = "masked"
+    classes: int = 0
+    tensors: tuple[TrainedTensor, ...] = ()
+    noise: str = noise.VERSION
+    dtype: str = "float32"
+    rounding: str = rounding.VERSION
+    micro_batch: MicroBatch = field(default_factory=lambda: MicroBatch(rows=1))
+    data: str = ""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    task: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the journal stores it."""
+        batch = self.micro_batch
+        return {
+            "config": dict(self.config),
+            "seed": self.seed,
+            "samples": self.samples,
+            "base": self.base,
+            **({"start": dict(self.start)} if self.start else {}),
+            "family": self.family,
+            "classes": self.classes,
+            "tensors": [
+                {"name": t.name, "shape": list(t.shape), "kind": t.kind, "rank": t.rank, "decay": t.decay}
+                for t in self.tensors
+            ],
+            "noise": self.noise,
+            "dtype": self.dtype,
+            "rounding": self.rounding,
+            "unit": {"rows": batch.rows, "members": batch.members, "pad_to": batch.pad_to, "waste": batch.waste},
+            "data": self.data,
+            "engine": dict(self.engine),
+            "task": dict(self.task),
+        }
+
+
+def parse_header(values: Mapping[str, Any], source: object) -> Header:
+    """A header from stored values, which may come from anybody: JournalError where a field is missing or cannot be meant."""
+    try:
+        return Header(
+            config=_mapping(values, "config"),
+            seed=_count(values["seed"]),
+            samples=_count(values["samples"]),
+            base=str(values["base"]),
+            start=_mapping(values, "start") if "start" in values else {},
+            family=_choice(values["family"], get_args(Family)),
+            classes=_count(values["classes"], at_most=MAX_CLASSES),
+            tensors=tuple(_tensor(row) for row in values["tensors"]),
+            noise=str(values["noise"]),
+            dtype=str(values["dtype"]),
+            rounding=str(values["rounding"]),
+            micro_batch=_micro_batch(values["unit"]),
+            data=str(values["data"]),
+            engine=_mapping(values, "engine"),
+            task=_mapping(values, "task"),
+        )
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise JournalError(f"{source}: the header lacks what a rebuild needs: {error}") from None
+
+
+def _mapping(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    if not isinstance(values[name], Mapping):
+        raise ValueError(f"{name} is {str(values[name])[:40]!r}, not an object")
+    return dict(values[name])
+
+
+def _count(value: Any, at_most: int = 2**63 - 1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= at_most:
+        raise ValueError(f"{str(value)[:40]!r} is not a count")
+    return value
+
+
+def _choice(value: Any, choices: tuple[Any, ...]) -> Any:
+    if value not in choices:
+        raise ValueError(f"{str(value)[:40]!r} is not one of {', '.join(choices)}")
+    return value
+
+
+def _tensor(row: Mapping[str, Any]) -> TrainedTensor:
+    shape = tuple(_count(size) for size in row["shape"])
+    kind = _choice(row["kind"], get_args(TensorKind))
+    return TrainedTensor(str(row["name"]), shape, kind, _count(row["rank"]), bool(row["decay"]))
+
+
+def _micro_batch(values: Mapping[str, Any]) -> MicroBatch:
+    rows, members, pad_to = (_count(values[name]) for name in ("rows", "members", "pad_to"))
+    waste = float(values.get("waste", 1.0))
+    if min(rows, members, pad_to) < 1 or pad_to > MAX_PAD or not 0 <= waste <= 1:
+        raise ValueError(f"micro-batches of {dict(values)}")
+    return MicroBatch(rows, members, pad_to, waste)
