@@ -14,6 +14,7 @@ import torch
 
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.errors import RunFailed
+from mezzo.journal.header import Header
 from mezzo.journal.journal import Journal, read
 from mezzo.method.estimators import Spsa
 from mezzo.method.method import EstimatorMethod
@@ -103,7 +104,7 @@ def make_trainer(
     folder.mkdir(exist_ok=True)
     objective = OBJECTIVES["cross_entropy"] if on_device else ScoreObjective(cross_entropy)
     method = EstimatorMethod(objective, Spsa(0, EPS), optimizer, lambda step: BATCHES[step % 4])
-    return MeZOTrainer(engine, method, Journal.create(folder, {}), Limits(steps))
+    return MeZOTrainer(engine, method, Journal.create(folder, Header()), Limits(steps))
 
 
 def run_steps(trainer: MeZOTrainer, after_step: Any = lambda record: None) -> list[StepRecord]:

@@ -73,9 +73,9 @@ def perturb(value, out, count, chunks_per_matrix, signs, keys, seeds, scales, ta
             tl.store(out + member * count + offset, perturbed.to(out.dtype.element_ty), mask=mask)
     else:
         matrix = place // chunks_per_matrix
-        number = (place - matrix * chunks_per_matrix).to(tl.uint64)
         key = tl.load(keys + matrix * KEYS_PER_TENSOR, mask=place * CHUNK < count, other=0).to(tl.uint64, bitcast=True)
         seed = tl.load(seeds).to(tl.uint64, bitcast=True)
+        number = (place - matrix * chunks_per_matrix).to(tl.uint64)
         z = philox.scaled_noise(1.0, seed, key, number, table, KIND, CHUNKS)
         for member in tl.static_range(MEMBERS):
             perturbed = theta + tl.load(scales + member) * z

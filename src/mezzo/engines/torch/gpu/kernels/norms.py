@@ -29,9 +29,9 @@ def _norm(x, x_stride, residual, bias, gain, shift, out, bias_stride, gain_strid
     if RANK:
         scale = tl.load(scales + member) * scaling
         for rank in tl.static_range(RANK):
-            coefficient = tl.load(t + row * t_stride + rank).to(tl.float32) * scale
+            coefficient = (tl.load(t + row * t_stride + rank).to(tl.float32) * scale)[:, None]
             up = tl.load(transposed_up + rank * WIDTH + column, mask=real, other=0.0).to(tl.float32)
-            value += coefficient[:, None] * up[None, :]
+            value += coefficient * up[None, :]
     if BIAS:
         value += tl.load(bias + member * bias_stride + column, mask=real, other=0.0).to(tl.float32)[None, :]
     if RESIDUAL:
