@@ -1,4 +1,4 @@
-"""The upper anchor: the same model, prompt, label words and examples as a run of mezzo, fine-tuned by AdamW with gradients."""
+"""An upper bound: the model, prompt, label words and examples of a mezzo run, fine-tuned by AdamW with gradients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def finetune(
         hidden = model(input_ids=rows.ids.to(device), attention_mask=rows.mask.to(device)).logits
         return hidden[torch.arange(len(hidden), device=device), rows.positions[:, 0].to(device)][:, words].float()
 
-    def evaluated(prompts: tuple[Prompt, ...]) -> Evaluation:
+    def evaluate(prompts: tuple[Prompt, ...]) -> Evaluation:
         batch = Batch(prompts, setup.readout)
         out = np.zeros((1, len(prompts), len(words)), dtype=np.float32)
         with torch.no_grad():
@@ -44,12 +44,12 @@ def finetune(
                 rows.write_scores(out, logits(rows).cpu().numpy()[None])
         return evaluate_scores(out[0].astype(np.float64), batch, setup.task.metric)
 
-    began, zero = time.monotonic(), evaluated(test)
+    start, zero_shot = time.monotonic(), evaluate(test)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
     rng = np.random.default_rng(config.seed)
     size = min(batch_size, len(train))
     total = epochs * (len(train) // size)
-    best, tested, step = evaluated(dev), zero, 0
+    best_dev, best_test, step = evaluate(dev), zero_shot, 0
     for _ in range(epochs):
         order = rng.permutation(len(train))
         model.train()
@@ -64,13 +64,13 @@ def finetune(
             optimizer.step()
             step += 1
         model.eval()
-        if (seen := evaluated(dev)).value > best.value:
-            best, tested = seen, evaluated(test)
+        if (evaluation := evaluate(dev)).value > best_dev.value:
+            best_dev, best_test = evaluation, evaluate(test)
     return {
-        "value": tested.value,
-        "zero_shot": zero.value,
-        "zero_shot_calibrated": zero.calibrated,
-        "dev": best.value,
+        "value": best_test.value,
+        "zero_shot": zero_shot.value,
+        "zero_shot_calibrated": zero_shot.calibrated,
+        "dev": best_dev.value,
         "steps": step,
-        "seconds": round(time.monotonic() - began, 1),
+        "seconds": round(time.monotonic() - start, 1),
     }

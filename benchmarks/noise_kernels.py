@@ -1,4 +1,4 @@
-"""How fast a GPU makes members and updates of a whole model's tensors: milliseconds and GB/s, beside a plain copy.
+"""How fast a GPU perturbs and updates all matrices of a model: milliseconds and GB/s, beside a plain copy.
 
 python benchmarks/noise_kernels.py --rounds 20
 """
@@ -18,7 +18,7 @@ from mezzo.engines.torch.forward.probe_point import DeviceUpdate, ProbePoint
 from mezzo.method.noise import NOISES
 from mezzo.types import Probe, TrainedTensor, Update
 
-if TYPE_CHECKING:  # they need Triton
+if TYPE_CHECKING:  # needs Triton
     from mezzo.engines.torch.gpu.noise_layout import Matrix
 
 LAYER = [(1024, 1024)] * 4 + [(4096, 1024), (1024, 4096)]
@@ -33,29 +33,29 @@ def milliseconds(work: Callable[[], None], rounds: int) -> tuple[float, float]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    return timed(graph.replay, rounds), timed(work, max(3, rounds // 4))
+    return median_time(graph.replay, rounds), median_time(work, max(3, rounds // 4))
 
 
-def timed(work: Callable[[], None], rounds: int) -> float:
-    found = []
+def median_time(work: Callable[[], None], rounds: int) -> float:
+    times = []
     for _ in range(rounds):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         work()
         end.record()
         end.synchronize()
-        found.append(begin.elapsed_time(end))
-    return statistics.median(found)
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
 
 
-def rows_of(name: str, noises: list[str], rounds: int) -> Iterator[dict[str, object]]:
-    """One type's rows: a copy of the weights, then members and updates with each noise."""
-    from mezzo.engines.torch.gpu.fused import DeviceNoise, FusedOps
-    from mezzo.engines.torch.gpu.noise_layout import portions
+def measure(name: str, noises: list[str], rounds: int) -> Iterator[dict[str, object]]:
+    """One row for a copy of the weights in a dtype, then rows for perturbing and updating them with each kind of noise."""
+    from mezzo.engines.torch.gpu.fused_ops import DeviceNoise, FusedOps
+    from mezzo.engines.torch.gpu.noise_layout import split_by_size
 
     device, dtype = torch.device("cuda"), getattr(torch, name)
     point = ProbePoint((Probe(((7, 1e-3),)), Probe(((7, -1e-3),))), device)
-    move = DeviceUpdate(Update(((7, 2.0**-20),)), device)
+    device_update = DeviceUpdate(Update(((7, 2.0**-20),)), device)
     values = [torch.randn(shape, device=device).mul_(0.02).to(dtype) for shape in ROBERTA_LARGE]
     scratch = torch.empty(2 * max(value.numel() for value in values), dtype=dtype, device=device)
 
@@ -70,12 +70,12 @@ def rows_of(name: str, noises: list[str], rounds: int) -> Iterator[dict[str, obj
             scratch[: value.numel()].view_as(value).copy_(value)
 
     def perturb(fused: FusedOps, every: Sequence[Matrix]) -> None:
-        fused.begin(point)
+        fused.begin_forward(point)
         for trained, value in every:
-            fused.members(trained, value, point, scratch[: 2 * value.numel()].view(2, *value.shape))
+            fused.perturb_matrix(trained, value, point, scratch[: 2 * value.numel()].view(2, *value.shape))
 
     def update(fused: FusedOps, every: Sequence[Matrix]) -> None:
-        fused.move_all(every, move)
+        fused.update_matrices(every, device_update)
 
     yield row("copy", "", copy, 2)
     for noise in noises:
@@ -83,7 +83,7 @@ def rows_of(name: str, noises: list[str], rounds: int) -> Iterator[dict[str, obj
         rank = 8 if NOISES[noise].low_rank else 0
         every = [(TrainedTensor(f"t{n}", value.shape, "matrix", rank), value) for n, value in enumerate(values)]
         if not rank:  # low-rank noise is added to activations
-            fused.share_signs([[(t.name, value.numel()) for t, value in part] for part in portions(every)])
+            fused.group_signs([[(t.name, value.numel()) for t, value in group] for group in split_by_size(every)])
             yield row("both signs", noise, partial(perturb, fused, every), 3)
         yield row("update", noise, partial(update, fused, every), 2)
 
@@ -98,7 +98,7 @@ def main() -> None:
         parser.exit(2, f"{parser.prog}: this needs a GPU that torch can use\n")
     found = []
     for name in options.dtype.split(","):
-        for row in rows_of(name, options.noise.split(","), options.rounds):
+        for row in measure(name, options.noise.split(","), options.rounds):
             print(json.dumps(row), flush=True)
             found.append(row)
     print("| what | noise | dtype | ms | GB/s |\n|---|---|---|---|---|")

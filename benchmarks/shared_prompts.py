@@ -1,4 +1,4 @@
-"""What sharing a prompt among its candidates saves: the same scores with and without, interleaved in one process.
+"""What sharing a prompt among its candidates saves: the same scores with and without it, interleaved in one process.
 
 python benchmarks/shared_prompts.py [--model mezzo/llama-mini] [--prompt 384] [--candidates 2 4] [--rounds 7]
 """
@@ -19,7 +19,7 @@ from mezzo.method.space import Space
 from mezzo.types import Batch, MicroBatch, Probe, Prompt, Readout
 
 
-def batch_of(prompts: int, length: int, candidates: int, vocabulary: int) -> Batch:
+def make_batch(prompts: int, length: int, candidates: int, vocabulary: int) -> Batch:
     rng = np.random.default_rng(0)
 
     def tokens(count: int) -> tuple[int, ...]:
@@ -47,15 +47,15 @@ def main() -> None:
     probes = (Probe(((1, 1e-2),)), Probe(((1, -1e-2),)))
     print("| candidates | shared ms | unshared ms | ratio | largest difference |\n|---|---|---|---|---|")
     for count in options.candidates:
-        batch = batch_of(options.batch, options.prompt, count, int(load_config(options.model).vocab_size))
+        batch = make_batch(options.batch, options.prompt, count, int(load_config(options.model).vocab_size))
         times: dict[bool, list[float]] = {True: [], False: []}
         scores = {}
         for _ in range(options.rounds + 1):
             for shared in (True, False):
                 engine.share_prompts = shared
-                began = time.perf_counter()
+                start = time.perf_counter()
                 scores[shared] = engine.score(batch, probes)
-                times[shared].append(1e3 * (time.perf_counter() - began))
+                times[shared].append(1e3 * (time.perf_counter() - start))
         fast, slow = (statistics.median(times[shared][1:]) for shared in (True, False))
         print(
             f"| {count} | {fast:.0f} | {slow:.0f} | {slow / fast:.2f} | {np.abs(scores[True] - scores[False]).max():.1e} |"

@@ -13,7 +13,8 @@ from collections import Counter
 from contextlib import ExitStack
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
 
 from mezzo.bench.compare import Case, build_setting, check_case, contender_factories, parse_space
 from mezzo.bench.contenders import Step
@@ -27,35 +28,35 @@ PRODUCT = re.compile(r"nvjet|gemm|addmm|bmm|aten::mm")
 
 
 class Contender:
-    """A step that counts itself."""
+    """A step with a counter."""
 
     def __init__(self, step: Step, device: torch.device) -> None:
         self.step, self.device, self.number = step, device, 0
-        self.in_a_row(WARM_UP[device.type] + 4)
+        self.run_steps(WARM_UP[device.type] + 4)
 
-    def in_a_row(self, steps: int) -> float:
-        """Milliseconds of each."""
-        began = synchronized_time(self.device)
+    def run_steps(self, steps: int) -> float:
+        """Run steps in a row; return the milliseconds of each."""
+        start = synchronized_time(self.device)
         for _ in range(steps):
             self.step(self.number)
             self.number += 1
-        return 1e3 * (synchronized_time(self.device) - began) / steps
+        return 1e3 * (synchronized_time(self.device) - start) / steps
 
-    def kernels(self, steps: int) -> tuple[Counter[str], Counter[str]]:
-        """Milliseconds and launches of each kernel (of each operation on a CPU) in one step."""
+    def profile(self, steps: int) -> tuple[Counter[str], Counter[str]]:
+        """Milliseconds and launches of each kernel (on a CPU: of each operation) in one step."""
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on standard error
         on_gpu = self.device.type == "cuda"
-        with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
-            self.in_a_row(steps)
-        spent: Counter[str] = Counter()
+        with torch_profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as recorded:
+            self.run_steps(steps)
+        milliseconds: Counter[str] = Counter()
         launches: Counter[str] = Counter()
-        for event in found.key_averages():
+        for event in recorded.key_averages():
             name = PRODUCTS if PRODUCT.search(event.key) else re.sub(r"<.*|\(.*", "", event.key.removeprefix("void "))
             took = event.self_device_time_total if on_gpu else event.self_cpu_time_total
             if took:
-                spent[name] += took / 1e3 / steps
+                milliseconds[name] += took / 1e3 / steps
                 launches[name] += event.count / steps
-        return spent, launches
+        return milliseconds, launches
 
 
 def positive(text: str) -> int:
@@ -89,12 +90,15 @@ def show(options: argparse.Namespace) -> None:
     with ExitStack() as stack:
         spaces = [parse_space(text) for text in options.space.split(",")]
         makers = contender_factories(config, setting, spaces, False, stack)
-        every = {name: Contender(make(), setting.device) for name, make in makers.items()}
-        rounds = [{name: one.in_a_row(options.steps) for name, one in every.items()} for _ in range(options.rounds)]
-        for name, one in every.items():
-            spent, launches = one.kernels(options.steps)
-            row = statistics.median(times[name] for times in rounds)
-            print(f"{name}: {row:.2f} ms in a row, {spent.total():.2f} in {launches.total():.0f} kernels")
+        contenders = {name: Contender(make(), setting.device) for name, make in makers.items()}
+        rounds = [
+            {name: contender.run_steps(options.steps) for name, contender in contenders.items()}
+            for _ in range(options.rounds)
+        ]
+        for name, contender in contenders.items():
+            spent, launches = contender.profile(options.steps)
+            step = statistics.median(times[name] for times in rounds)
+            print(f"{name}: {step:.2f} ms in a row, {spent.total():.2f} in {launches.total():.0f} kernels")
             for kernel, took in spent.most_common(options.top):
                 each = 1e3 * took / launches[kernel]
                 print(f"  {took:6.3f} ms  {launches[kernel]:5.0f} x {each:6.1f} µs  {kernel[:70]}")

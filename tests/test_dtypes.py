@@ -27,7 +27,7 @@ def options(tiny_folder: str, tiny_data: str) -> dict[str, Any]:
     return {**data, **method, "threads": 1, "device": "cpu", "snapshot_minutes": 0.0}
 
 
-@pytest.mark.parametrize("dtype", rounding.SHORT)
+@pytest.mark.parametrize("dtype", rounding.DTYPES)
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
 def test_a_run_is_rebuilt_bit_for_bit(options, tmp_path, space, dtype):
     run = api.finetune(**options, **space, dtype=dtype, out=str(tmp_path / "r"))
@@ -45,7 +45,7 @@ def test_a_run_is_rebuilt_bit_for_bit(options, tmp_path, space, dtype):
     assert rebuilt.digest() == live.digest()
 
 
-@pytest.mark.parametrize("dtype", rounding.SHORT)
+@pytest.mark.parametrize("dtype", rounding.DTYPES)
 def test_exports_load_elsewhere(options, tmp_path, dtype):
     from peft import PeftModel
     from transformers import AutoModelForMaskedLM

@@ -85,11 +85,11 @@ def test_step_seeds_are_distinct(run, step, sample):
     assert seed != noise.step_seed(run + 1, step, sample)
 
 
-@pytest.mark.parametrize("longest", [2**20, 0], ids=["remembered", "in parts"])
+@pytest.mark.parametrize("longest", [2**20, 0], ids=["cached", "in-parts"])
 @pytest.mark.parametrize("kind", noise.KINDS)
 @pytest.mark.parametrize("shape", [(7, 5), (16, 64), (33, 24)])
 def test_torch_noise_is_the_same_function(kind, shape, longest, monkeypatch):
-    monkeypatch.setattr(torch_noise, "WHOLE_BYTES", longest)
+    monkeypatch.setattr(torch_noise, "MAX_CACHED_STREAM_BYTES", longest)
     source = NoiseSource(kind, torch.device("cpu"))
     count = shape[0] * shape[1]
     whole = noise.dense(kind, 9, "w", 0, count)

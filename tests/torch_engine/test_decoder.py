@@ -41,7 +41,7 @@ def test_rotary_positions_equal_those_of_transformers(dtype, size, own):
     cos, sin = (normal(rows if own else 1, length, size + extra, dtype=dtype)[..., :size] for extra in (0, 1))
     by_head = [x.double().view(rows, length, -1, size).transpose(1, 2) for x in (query, key)]
     expected = apply_rotary_pos_emb(*by_head, cos.double(), sin.double())
-    decoder.turn(query, key, cos.contiguous(), sin.contiguous())
+    decoder.rotate(query, key, cos.contiguous(), sin.contiguous())
     for found, wanted in zip((query, key), expected, strict=True):
         wanted = wanted.transpose(1, 2).reshape(found.shape)
         assert (found.double() - wanted).norm() < TYPES[dtype] * wanted.norm()
@@ -68,7 +68,7 @@ def test_scores_equal_a_plain_model_with_perturbed_weights(family, probes, monke
     from mezzo.engines.torch.gpu.kernels import decoder, norms
 
     ran: Counter[str] = Counter()
-    for place, name in ((decoder, "turn"), (decoder, "gate"), (norms, "norm")):
+    for place, name in ((decoder, "rotate"), (decoder, "gate"), (norms, "norm")):
         real = getattr(place, name)
 
         def counted(*arguments, name=name, real=real, **options):
@@ -84,7 +84,7 @@ def test_scores_equal_a_plain_model_with_perturbed_weights(family, probes, monke
     norms = 2 * layers + 1 + (2 * layers if family == "qwen3" else 0)
     forwards = ran["gate"] // layers
     assert forwards >= 1
-    wanted = {"turn": (layers - 1) * forwards, "gate": layers * forwards, "norm": norms * forwards}
+    wanted = {"rotate": (layers - 1) * forwards, "gate": layers * forwards, "norm": norms * forwards}
     assert {name: count for name, count in wanted.items() if count} == dict(ran)
     expected = [
         plain_scores(written(pristine, engine.trained, engine.state(), "rademacher", probe, space), batch)

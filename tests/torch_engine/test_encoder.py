@@ -39,7 +39,7 @@ def layers(monkeypatch) -> list[int]:
     """Every tensor on its own, and a record of the layers that kernels computed."""
     from mezzo.engines.torch.gpu import encoder
 
-    monkeypatch.setattr(flat_buffer, "SMALL", 0)
+    monkeypatch.setattr(flat_buffer, "MAX_SMALL_ELEMENTS", 0)
     found: list[int] = []
     forward = encoder.EncoderLayer.forward
 
@@ -107,9 +107,9 @@ def test_stacked_weights_are_saved_and_exported_one_by_one(layers):
 @pytest.mark.parametrize("length", [5, 32, 64, 100])
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
 def test_attention_of_short_rows(dtype, length, masked):
-    from mezzo.engines.torch.gpu.kernels.encoder import LONGEST, attend
+    from mezzo.engines.torch.gpu.kernels.encoder import MAX_TOKENS, attend
 
-    if length > LONGEST[dtype]:
+    if length > MAX_TOKENS[dtype]:
         pytest.skip("left to torch")
     rng = np.random.default_rng(0)
     rows, heads, size = 4, 2, 40
@@ -144,7 +144,7 @@ def test_low_rank_terms_beside_a_product(dtype, each):
     factors = lowrank.Factors(rank, factor, up.view(1, -1), (0,), torch.zeros(1, dtype=torch.int64, device=DEVICE))
     t = longer[:, width : width + rank][None]
     on_device = torch.tensor(scales, device=DEVICE).view(-1, 1)
-    term = lowrank.Term(t, factors, on_device, up=up.T.contiguous()[None])
+    term = lowrank.LowRankTerm(t, factors, on_device, transposed_up=up.T.contiguous()[None])
     member = torch.arange(rows, device=DEVICE) // each
     wide = longer.double()
     own = torch.tensor(scales, device=DEVICE).double()[member, None] * factor

@@ -1,4 +1,4 @@
-"""On a GPU: the bits of a CPU wherever they are promised, and scores to the precision of the type elsewhere."""
+"""On a GPU: the weights of a CPU to the bit, and scores to the precision of the dtype."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SPACES = {
 }
 
 
-def updates(count: int) -> list[Update]:
+def make_updates(count: int) -> list[Update]:
     rng = np.random.default_rng(0)
     return [
         Update(
@@ -42,27 +42,27 @@ def updates(count: int) -> list[Update]:
     ]
 
 
-@pytest.mark.parametrize("small", [flat_buffer.SMALL, 0], ids=["flat", "one-by-one"])
+@pytest.mark.parametrize("small", [flat_buffer.MAX_SMALL_ELEMENTS, 0], ids=["flat", "one-by-one"])
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
 def test_weights_after_updates_are_those_of_a_cpu(space, kind, dtype, small, monkeypatch):
-    monkeypatch.setattr(flat_buffer, "SMALL", small)
+    monkeypatch.setattr(flat_buffer, "MAX_SMALL_ELEMENTS", small)
     digests = []
     for device in ("cpu", "cuda"):
         engine = TorchEngine(make_roberta().to(dtype), space, noise_kind=kind, device=device)
-        engine.apply(updates(20))
+        engine.apply(make_updates(20))
         digests.append(engine.digest())
-    assert engine.population.ops.kernels
+    assert engine.population.ops.uses_kernels
     assert digests[0] == digests[1] != TorchEngine(make_roberta().to(dtype), space).digest()
 
 
-@pytest.mark.parametrize("small", [flat_buffer.SMALL, 0], ids=["flat", "one-by-one"])
+@pytest.mark.parametrize("small", [flat_buffer.MAX_SMALL_ELEMENTS, 0], ids=["flat", "one-by-one"])
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_scores_equal_weights_written_in(family, dtype, small, monkeypatch):
-    """About as far from float32 as an ordinary forward in the type is: both round, in another order."""
-    monkeypatch.setattr(flat_buffer, "SMALL", small)
+    """At most about as far from float32 as an ordinary forward in the dtype, which rounds in another order."""
+    monkeypatch.setattr(flat_buffer, "MAX_SMALL_ELEMENTS", small)
     model = make(*family).to(dtype)
     pristine, batch = copy.deepcopy(model).float(), make_batch()
     for space in SPACES.values():
@@ -101,24 +101,24 @@ def test_a_run_on_a_gpu_is_verified_and_continued_on_a_cpu(tiny_folder, tiny_dat
     assert api.verify(tmp_path / "r", device="cuda").ok
 
 
-def test_candidates_and_generation_in_sixteen_bits():
-    """The readouts of causal models run in the type; log-probabilities come from float32 logits."""
+def test_candidates_and_generation_in_16_bits():
+    """Causal models run in the dtype; log-probabilities come from float32 logits."""
     engine = TorchEngine(make_llama().to(torch.bfloat16), Space("full"), device="cuda")
     batch = make_batch(3)
     assert len(engine.generate(batch, PAIR, 3)) == 2
     scores = engine.score(batch, PAIR)
     assert scores.dtype == np.float32
-    assert len(np.unique(scores.astype(np.float16))) > 0.8 * scores.size  # not the few values that bfloat16 logits have
+    assert len(np.unique(scores.astype(np.float16))) > 0.8 * scores.size  # bfloat16 logits have few distinct values
 
 
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
 def test_peak_memory_of_a_step(dtype, kind):
-    from mezzo.engines.torch.gpu.noise_layout import AT_ONCE
+    from mezzo.engines.torch.gpu.noise_layout import MAX_SIGN_ELEMENTS
 
     engine, batch = large_engine(dtype, kind, "cuda")
-    engine.graphs = None  # a capture takes the same, and once a library's workspace for its stream
-    step_of(engine, batch)  # kernels are compiled, libraries have their workspaces
+    engine.graphs = None  # a capture takes as much, and once the workspace of a library
+    step_of(engine, batch)  # compile the kernels and allocate the workspaces of libraries
 
     def peak(work: Any) -> int:
         torch.cuda.synchronize()
@@ -131,5 +131,5 @@ def test_peak_memory_of_a_step(dtype, kind):
     step = peak(lambda: step_of(engine, batch))
     module = max(value.numel() for name, value in engine.population.large.items() if "embed" not in name)
     print(f"{dtype} {kind}: inference {inference / 2**20:.1f} MiB, step {step / 2**20:.1f} MiB")
-    signs = AT_ONCE // 8 if kind == "rademacher" else 0
+    signs = MAX_SIGN_ELEMENTS // 8 if kind == "rademacher" else 0
     assert step <= inference + 2 * module * dtype.itemsize + beside(engine) + signs

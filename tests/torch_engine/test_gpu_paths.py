@@ -1,4 +1,4 @@
-"""On a GPU: prefixes, the cache of frozen layers, classification heads and quantised bases do what they do on a CPU."""
+"""On a GPU: prefixes, the frozen cache, classification heads and quantised bases give what they give on a CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 PAIR = (Probe(((7, 0.05),)), Probe(((7, -0.05),)))
-MOVES = [Update(((11, 2.0**-9),), keep=1 - 2.0**-10), Update(((12, -(2.0**-8)), (13, 2.0**-9)))]
+UPDATES = [Update(((11, 2.0**-9),), keep=1 - 2.0**-10), Update(((12, -(2.0**-8)), (13, 2.0**-9)))]
 SPACES = {
     "prefix": Space("prefix", tokens=3),
     "upper-prefix": Space("prefix", tokens=3, layers="1:"),
@@ -48,12 +48,12 @@ def test_scores_and_weights_are_those_of_a_cpu(family, space, cache_mb):
         assert (engine.frozen_cache is not None) == bool(cache_mb and space.layers)
         engine.load_state(state)
         engine.check(batch, 1e-2)
-    for _ in range(3):  # as it comes, captured, replayed
+    for _ in range(3):  # launched one by one, captured, replayed
         expected, found = (engine.score(batch, PAIR) for engine in engines)
         assert np.abs(expected[0] - expected[1]).max() > 1e-3
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
         for engine in engines:
-            engine.apply(MOVES)
+            engine.apply(UPDATES)
     assert engines[0].digest() == engines[1].digest()
 
 
@@ -86,7 +86,7 @@ def test_a_quantised_base_stays_packed_and_follows_its_adapter(kind, tmp_path):
     batch = make_batch(6)
     engine.check(batch, 1e-2)
     before = engine.score(batch, PAIR)
-    engine.apply(MOVES)
+    engine.apply(UPDATES)
     after = engine.score(batch, PAIR)
     assert np.abs(after - before).max() > 1e-4
     assert {p.dtype for p in engine.model.parameters() if p.ndim == 2} & {torch.int8, torch.uint8}

@@ -38,7 +38,7 @@ def small(request, monkeypatch):
 
 def engine_of(model: torch.nn.Module, space: Space, kind: str = "rademacher", **extra) -> TorchEngine:
     engine = TorchEngine(model, space, noise_kind=kind, seed=3, pad_id=1, device=DEVICE, **extra)
-    assert engine.population.ops.kernels, "kernels are what is tested"
+    assert engine.population.ops.uses_kernels, "kernels are what is tested"
     rng = np.random.default_rng(1)  # LoRA's B starts at zero, which would hide mistakes in A
     engine.load_state({n: (v + rng.normal(0, 0.05, v.shape)).astype(np.float32) for n, v in engine.state().items()})
     return engine
@@ -93,7 +93,7 @@ def test_no_low_rank_product_is_computed_twice(kind, options, space, monkeypatch
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
 def test_embedding_rows_have_the_noise_of_the_whole_table(kind):
     from mezzo.engines.torch.forward.probe_point import words_on
-    from mezzo.engines.torch.gpu.kernels.streams import moved_rows
+    from mezzo.engines.torch.gpu.kernels.noise_buffer import perturb_rows
     from mezzo.method import noise
 
     rng = np.random.default_rng(0)
@@ -102,7 +102,7 @@ def test_embedding_rows_have_the_noise_of_the_whole_table(kind):
     key, bits = words_on(DEVICE, [noise.name_hash("w")]), words_on(DEVICE, [seed])
     scales = torch.tensor([0.1, -0.1, 0.03], device=DEVICE)
     tensors = (torch.from_numpy(values).to(DEVICE) for values in (table, ids))
-    found = moved_rows(*tensors, key, bits, scales, kind).cpu().numpy()
+    found = perturb_rows(*tensors, key, bits, scales, kind).cpu().numpy()
     z = noise.dense(kind, seed, "w", 0, table.size).reshape(table.shape)
     expected = [(table + scale * z)[ids] for scale in scales.tolist()]
     np.testing.assert_allclose(found, np.array(expected, dtype=np.float32), rtol=1e-6, atol=1e-6)
@@ -136,9 +136,9 @@ def test_low_rank_products_equal_float64(lora, dtype, inner):
     places = tuple(rank * inner * number for number in range(modules))
     factors = lowrank.Factors(rank, factor, parts, places, modules * rank * inner + at * outer * rank)
     on_device = torch.tensor(scales, device=DEVICE)
-    t = lowrank.down(given, factors, on_device)
+    t = lowrank.project_down(given, factors, on_device)
     y = torch.empty((modules, members * rows, outer), device=DEVICE, dtype=dtype)
-    lowrank.up(y, lowrank.Term(t, factors, on_device), bias)
+    lowrank.project_up(y, lowrank.LowRankTerm(t, factors, on_device), bias)
     exact = given.double().cpu().numpy().reshape(members, rows, inner)
     for module in range(modules):
         for member, scale in enumerate(scales):
@@ -167,7 +167,7 @@ def test_replayed_graphs_follow_seeds_scales_and_tokens(model, space, dtype, sma
             replayed = engine.score(batch, pair)
             engine.graphs = None
             np.testing.assert_array_equal(replayed, engine.score(batch, pair))
-    assert all(one.graph is not None for one in kept.captured.values()) and len(kept.captured) <= 4
+    assert all(one.graph is not None for one in kept.forwards.values()) and len(kept.forwards) <= 4
 
 
 @on_a_gpu
@@ -208,7 +208,7 @@ def test_steps_with_graphs_equal_steps_without(space):
                 engine.score(batch, (Probe(), Probe())), plain.score(batch, (Probe(), Probe()))
             )
     waits = not engine.population.large
-    assert bool(any(one.after for one in engine.graphs.captured.values())) == waits
+    assert bool(any(one.joint_graphs for one in engine.graphs.forwards.values())) == waits
     assert engine.digest() == plain.digest()
 
 
@@ -219,7 +219,7 @@ def test_number_of_graphs_is_limited(monkeypatch):
     for length in (5, 12, 20, 28, 5, 12, 20, 28):
         for _ in range(3):
             engine.score(make_batch(4, lengths=(length, length + 1)), PAIR)
-        assert len(engine.graphs.captured) <= 3
+        assert len(engine.graphs.forwards) <= 3
 
 
 @on_a_gpu

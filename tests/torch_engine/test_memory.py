@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mezzo.engines.torch.engine import TorchEngine
-from mezzo.engines.torch.weights import reference
-from mezzo.engines.torch.weights.noise import CACHED_BYTES
+from mezzo.engines.torch.weights import reference_ops
+from mezzo.engines.torch.weights.noise import MAX_CACHED_BYTES
 from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, Update
 from tests.conftest import make_batch
@@ -76,6 +76,8 @@ def test_peak_memory_of_a_step(dtype, kind):
     step = peak(engine, lambda: step_of(engine, batch))
     module = max(value.numel() for name, value in engine.population.large.items() if "embed" not in name)
     print(f"{dtype} {kind}: inference {inference / 2**20:.1f} MiB, step {step / 2**20:.1f} MiB")
-    pieces = 8 * 4 * reference.PIECE["cpu"]  # a matrix is worked on a piece at a time
-    remembered = CACHED_BYTES if kind == "gaussian" else sum(v.numel() for v in engine.population.large.values()) // 8
+    pieces = 8 * 4 * reference_ops.CPU_CHUNK_ELEMENTS  # a matrix is worked on a piece at a time
+    remembered = (
+        MAX_CACHED_BYTES if kind == "gaussian" else sum(v.numel() for v in engine.population.large.values()) // 8
+    )
     assert step <= inference + 2 * module * 4 + beside(engine) + pieces + remembered  # members are float32 on a CPU

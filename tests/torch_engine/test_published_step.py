@@ -108,13 +108,13 @@ class PublishedNoise:
         flat = self.z(seed, name).flatten()
         return torch.nn.functional.pad(flat, (0, -len(flat) % 64))
 
-    def side_by_side(self, seed: int, tensors: list[tuple[str, int]]) -> torch.Tensor:
+    def flat_packed_bits(self, seed: int, tensors: list[tuple[str, int]]) -> torch.Tensor:
         return torch.cat([self.packed(seed, *tensor) for tensor in tensors])
 
-    def spread(self, packed: torch.Tensor, out: object) -> torch.Tensor:
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
         return packed.clone()
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         pass
 
 

@@ -88,7 +88,7 @@ def test_average_slope_converges_to_the_gradient():
         (slope,) = estimator.tell(probes, cross_entropy(engine.score(batch, probes), batch))
         for t in engine.trained:
             total[t.name] += slope.value * z_of(t, "rademacher", slope.seed)
-        engine.population.source.forget()
+        engine.population.source.clear_cache()
     a = np.concatenate([total[name].ravel() for name in grads])
     b = np.concatenate([grads[name].ravel() for name in grads])
     cosine = a @ b / np.linalg.norm(a) / np.linalg.norm(b)

@@ -1,4 +1,4 @@
-"""Where tests of kernels run: on a GPU, or interpreted (TRITON_INTERPRET=1) on a CPU; elsewhere their modules are skipped."""
+"""Where tests of kernels run: on a GPU, or interpreted (TRITON_INTERPRET=1) on a CPU. Elsewhere their modules are skipped."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def _check_same_data(header: Header, setup: Setup) -> None:
     """A resumed run must see the same noise, rounding and data."""
     if header.noise != noise.VERSION:
         raise JournalError(f"the run uses noise {header.noise!r}; this mezzo makes {noise.VERSION!r}")
-    if setup.config.dtype in rounding.SHORT and header.rounding != rounding.VERSION:
+    if setup.config.dtype in rounding.DTYPES and header.rounding != rounding.VERSION:
         raise JournalError(f"the run rounds by {header.rounding!r}; this mezzo by {rounding.VERSION!r}")
     if header.data != setup.data_digest:
         raise JournalError("the training data has changed since the run began; restore it, or start a new run")

@@ -9,7 +9,7 @@ from torch import Tensor
 from mezzo.engines.sglang.shards import Shard
 from mezzo.engines.sglang.tensor_parts import TensorPart, to_numpy
 from mezzo.engines.torch.weights.noise import NoiseSource
-from mezzo.engines.torch.weights.reference import move_values
+from mezzo.engines.torch.weights.reference_ops import update_values
 from mezzo.errors import ModelError
 from mezzo.method import noise, rounding
 from mezzo.types import TrainedTensor, Update
@@ -30,14 +30,14 @@ class MatrixShards:
         """Update with the rounding that every engine uses; U·Vᵀ has integer entries, exact in any order and on any shard."""
         for trained in self.trained:
             scaled = tuple((seed, noise.factor_scale(coef, trained.rank)) for seed, coef in update.terms)
-            move_values(
+            update_values(
                 self.shards[trained.name].weight,
                 trained.decay,
                 Update(scaled, update.keep),
                 lambda seed, t=trained: self._noise(t, seed),  # type: ignore[misc]
-                lambda t=trained: self._rounding_bits(t, rounding.seed_of(update)),  # type: ignore[misc]
+                lambda t=trained: self._rounding_bits(t, rounding.first_seed(update)),  # type: ignore[misc]
             )
-        self.source.forget()
+        self.source.clear_cache()
 
     def _noise(self, trained: TrainedTensor, seed: int) -> Tensor:
         shard = self.shards[trained.name]
@@ -47,7 +47,7 @@ class MatrixShards:
     def _rounding_bits(self, trained: TrainedTensor, seed: int) -> Tensor:
         """The rounding bits of a shard, two bytes per element: its columns of complete rows."""
         shard, width = self.shards[trained.name], trained.shape[1]
-        rows = self.source.rounding(seed, trained.name, shard.rows[0] * width, shard.rows[1] * width)
+        rows = self.source.rounding_bits(seed, trained.name, shard.rows[0] * width, shard.rows[1] * width)
         first, last = shard.cols
         return rows.view(-1, 2 * width)[:, 2 * first : 2 * last].contiguous()
 

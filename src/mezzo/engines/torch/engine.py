@@ -100,7 +100,7 @@ class TorchEngine:
         self._last_rows: tuple[Batch, list[PaddedRows]] | None = None
         self.graphs: Graphs | None = None
         self.pipeline: Pipeline | None = None
-        if self.device.type == "cuda" and self.population.ops.kernels:
+        if self.device.type == "cuda" and self.population.ops.uses_kernels:
             from mezzo.engines.torch.gpu import graphs, pipeline
 
             self.graphs = graphs.Graphs(self)
@@ -183,12 +183,12 @@ class TorchEngine:
         if self.graphs is None:
             self.population.replay(updates)
         else:
-            self.graphs.replay(updates)
+            self.graphs.apply(updates)
 
     def flush_updates(self) -> None:
         """Launch the update that waits for the next forward: before anything but a graph reads the weights."""
         if self.graphs is not None:
-            self.graphs.settle()
+            self.graphs.flush()
 
     @torch.no_grad()
     def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[tuple[int, ...]]]:
@@ -213,7 +213,7 @@ class TorchEngine:
             raise JournalError("the tensors do not belong to this run: their names differ")
         self.flush_updates()
         if self.pipeline is not None:
-            self.pipeline.drop()
+            self.pipeline.cancel()
         for trained in self.trained:
             value = self.population.value(trained.name)
             if tuple(tensors[trained.name].shape) != trained.shape:
@@ -231,7 +231,7 @@ class TorchEngine:
             "device": name,
             "dtype": str(self.dtype).removeprefix("torch."),
             "torch": torch.__version__,
-            "graphs": "none" if self.graphs is None else self.graphs.refused or "on",
+            "graphs": "none" if self.graphs is None else self.graphs.capture_error or "on",
             "threads": torch.get_num_threads(),
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "trained_parameters": sum(int(np.prod(t.shape)) for t in self.trained),
@@ -239,7 +239,9 @@ class TorchEngine:
         }
 
     def close(self) -> None:
-        self.population.source.forget()
+        self.population.source.clear_cache()
+        if self.graphs is not None:
+            self.graphs.close()
         if self.frozen_cache:
             self.frozen_cache.clear()
         self.at_close()

@@ -65,16 +65,16 @@ class LoraWeights:
         for index, flat in enumerate(population.flat_buffers):
             key = (index, *slots)
             if key not in self._flat_views:
-                self._flat_views[key] = self.slots.flat_views(slots, [slot.trained for slot in flat.slots])
+                self._flat_views[key] = self.slots.flat_views(slots, [entry.trained for entry in flat.entries])
             if (targets := self._flat_views[key]) is None:
                 return False
-            values, sizes = population.ops.small_members(flat, point), _sizes_and_gaps(flat)
+            values, sizes = population.ops.perturb_flat(flat, point), _sizes_and_gaps(flat)
             torch._foreach_copy_(targets, [factor for row in values for factor in row.split(sizes)[::2]])
         return True
 
     def apply(self, update: Update) -> None:
         self.population.apply(update)
-        self.population.source.forget()
+        self.population.source.clear_cache()
 
     def state(self) -> list[TensorPart]:
         values = ((name, self.population.value(name)) for name in self.population.trained)
@@ -86,8 +86,10 @@ class LoraWeights:
 
 def _sizes_and_gaps(flat: FlatBuffer) -> list[int]:
     """The length of each tensor in the buffer, and of the unused gap behind it, in turns."""
-    ends = [*(slot.start for slot in flat.slots[1:]), flat.values.numel()]
-    return [n for slot, end in zip(flat.slots, ends, strict=True) for n in (slot.count, end - slot.start - slot.count)]
+    ends = [*(entry.start for entry in flat.entries[1:]), flat.values.numel()]
+    return [
+        n for entry, end in zip(flat.entries, ends, strict=True) for n in (entry.count, end - entry.start - entry.count)
+    ]
 
 
 class MatrixWeights:

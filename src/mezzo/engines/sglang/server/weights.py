@@ -87,7 +87,7 @@ class ServerMatrices:
     def apply(self, updates: Sequence[Update]) -> None:
         self.write([encode_updates(self.trained, updates)])
         self.pending_updates += updates
-        self.source.forget()
+        self.source.clear_cache()
 
     @torch.no_grad()
     def state(self) -> dict[str, Array]:

@@ -130,7 +130,7 @@ def make_plan(modules: TrainedModules, cache: FrozenCache | None, prefix_overrid
     cached = cache.layers if cache else {}
     last, base_models = last_layer.find_last_layer(model), catalog.base_models(model)
     kernels = None
-    if population.ops.kernels:
+    if population.ops.uses_kernels:
         from mezzo.engines.torch.gpu.kernel_forwards import KernelForwards  # needs Triton
 
         kernels = KernelForwards(modules, cached)

@@ -19,7 +19,7 @@ from mezzo.engines.torch.forward.context import ForwardContext
 from mezzo.engines.torch.forward.probe_point import DeviceUpdate, ProbePoint
 from mezzo.engines.torch.weights.flat_buffer import group_flat_buffers, is_large
 from mezzo.engines.torch.weights.noise import NoiseSource
-from mezzo.engines.torch.weights.reference import ReferenceOps
+from mezzo.engines.torch.weights.reference_ops import ReferenceOps
 from mezzo.errors import ModelError
 from mezzo.types import Probe, TrainedTensor, Update
 
@@ -44,7 +44,7 @@ class Population:
         self.trained = {trained.name: trained for trained, _ in tensors}
         self.large = {t.name: v.detach().contiguous() for t, v in tensors if is_large(t, v)}
         self.flat_buffers = group_flat_buffers([(t, v) for t, v in tensors if t.name not in self.large])
-        self._views = {slot.trained.name: flat.view(slot) for flat in self.flat_buffers for slot in flat.slots}
+        self._views = {entry.trained.name: flat.view(entry) for flat in self.flat_buffers for entry in flat.entries}
         self.scratch = torch.empty(0)
         self.context = self._idle()
         self._perturbed_small: dict[str, Tensor] | None = None
@@ -67,16 +67,16 @@ class Population:
         for update in updates:
             if not update.empty:
                 self.apply(update)
-            self.source.forget()
+            self.source.clear_cache()
 
     def apply(self, update: Update) -> None:
-        """θ ← keep·θ − Σ c·z, rounded as `ReferenceOps` does."""
+        """θ ← keep·θ − Σ c·z, rounded as `update_values` does."""
         self.move(DeviceUpdate(update, self.source.device))
 
     def move(self, move: DeviceUpdate) -> None:
         for flat in self.flat_buffers:
-            self.ops.move_small(flat, move)
-        self.ops.move_all([(self.trained[name], tensor) for name, tensor in self.large.items()], move)
+            self.ops.update_flat(flat, move)
+        self.ops.update_matrices([(self.trained[name], tensor) for name, tensor in self.large.items()], move)
 
     # ---- the members of a forward
 
@@ -87,7 +87,7 @@ class Population:
         self.context = ForwardContext(point)
         try:
             if point.seeds:
-                self.ops.begin(point)
+                self.ops.begin_forward(point)
             yield
         finally:
             self.context, self._perturbed_small = self._idle(), None
@@ -138,13 +138,13 @@ class Population:
     def member_matrix(self, name: str) -> Tensor:
         """[P, *shape] of a large tensor, in scratch that all layers share: use it before asking for another."""
         out = self._scratch_like(self.large[name])
-        self.ops.members(self.trained[name], self.large[name], self.point, out)
+        self.ops.perturb_matrix(self.trained[name], self.large[name], self.point, out)
         return out
 
     def stacked_member_matrix(self, names: Sequence[str], value: Tensor) -> Tensor:
         """The same for dense matrices of one shape that are stacked in `value`, in one go."""
         out = self._scratch_like(value)
-        self.ops.joint_members([self.trained[name] for name in names], value, self.point, out)
+        self.ops.perturb_stacked([self.trained[name] for name in names], value, self.point, out)
         return out
 
     def _scratch_like(self, value: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class Population:
         if not self.perturbed:
             rows = self.large[name][ids].float()
             return rows.expand(self.members, *rows.shape)
-        return self.ops.moved_rows(self.trained[name], self.large[name], ids, self.point)
+        return self.ops.perturb_rows(self.trained[name], self.large[name], ids, self.point)
 
     def factor_scales(self, rank: int) -> Tensor:
         """[P, K] scales of the integer products U·Vᵀ."""
@@ -186,10 +186,10 @@ class Population:
     def _perturb_small(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for flat in self.flat_buffers:
-            values = self.ops.small_members(flat, self.point)
-            for slot in flat.slots:
-                block = values[:, slot.start : slot.start + slot.count]
-                tensors[slot.trained.name] = block.reshape(self.members, *slot.trained.shape)
+            values = self.ops.perturb_flat(flat, self.point)
+            for entry in flat.entries:
+                block = values[:, entry.start : entry.start + entry.count]
+                tensors[entry.trained.name] = block.reshape(self.members, *entry.trained.shape)
         return tensors
 
 
@@ -197,8 +197,8 @@ def choose_ops(source: NoiseSource, compute: torch.dtype) -> ReferenceOps:
     """Kernels where they can run, plain torch elsewhere: the same weights bit for bit."""
     if kernel_refusal(source.device):
         return ReferenceOps(source)
-    from mezzo.engines.torch.gpu.fused import DeviceNoise
-    from mezzo.engines.torch.gpu.graph_noise import GraphOps
+    from mezzo.engines.torch.gpu.fused_ops import DeviceNoise
+    from mezzo.engines.torch.gpu.graph_ops import GraphOps
 
     return GraphOps(DeviceNoise(source.kind, source.device), compute)
 

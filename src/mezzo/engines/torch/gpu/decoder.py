@@ -52,7 +52,7 @@ def _attention(module: Any, inner: Forward, population: Population) -> Forward:
             )
         query, key = (project(module, name, hidden_states).contiguous() for name in "qk")
         value = split_heads(module.v_proj(hidden_states), size)
-        decoder.turn(query, key, cos.contiguous(), sin.contiguous())  # in place
+        decoder.rotate(query, key, cos.contiguous(), sin.contiguous())  # in place
         query, key = split_heads(query, size), split_heads(key, size)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, module.layer_idx)

@@ -19,8 +19,8 @@ from mezzo.engines.torch.forward.last_layer import find_last_layer
 from mezzo.engines.torch.forward.modules import Forward
 from mezzo.engines.torch.forward.population import Population
 from mezzo.engines.torch.forward.trained_modules import TrainedModules
-from mezzo.engines.torch.gpu.fused import WHOLE
-from mezzo.engines.torch.gpu.graph_noise import GraphOps
+from mezzo.engines.torch.gpu.fused_ops import STACK_ALIGN
+from mezzo.engines.torch.gpu.graph_ops import GraphOps
 from mezzo.engines.torch.gpu.kernels import encoder, lowrank, norms
 from mezzo.engines.torch.gpu.lowrank_layers import LowRankLinear, find_factors, has_factors
 
@@ -88,8 +88,8 @@ def _group_refusal(linears: Sequence[Any], modules: TrainedModules) -> str:
         return "some weights of query, key and value are trained densely and some are not"
     if any(name not in population.large for name in dense):
         return "weights with dense noise are small"
-    if dense and len(linears) > 1 and first.numel() % WHOLE:
-        return f"weights with dense noise are not multiples of {WHOLE} elements"
+    if dense and len(linears) > 1 and first.numel() % STACK_ALIGN:
+        return f"weights with dense noise are not multiples of {STACK_ALIGN} elements"
     return ""
 
 
@@ -110,7 +110,9 @@ class JointLinear:
         numbers = iter(range(len(low_rank)))
         self.places = tuple(-1 if layer is None else next(numbers) for layer in layers)
         """Which of the factors belong to which of the layers."""
-        few = self.factors is not None and len(self.factors.parts) == 1 and self.factors.rank <= norms.FEW
+        few = (
+            self.factors is not None and len(self.factors.components) == 1 and self.factors.rank <= norms.MAX_TERM_RANK
+        )
         self.factor_lines = len(low_rank) * self.factors.rank if few and self.factors else 0
         """Lines below the weights that hold factors."""
         self.stacked = self._stack_weights([linear for _, linear in linears])
@@ -118,7 +120,7 @@ class JointLinear:
         if self.factor_lines:
             self._keep_factors_below(low_rank, linears[0][1].out_features)
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, lowrank.Term | None]:
+    def __call__(self, x: Tensor) -> tuple[Tensor, lowrank.LowRankTerm | None]:
         """[rows, outputs of all layers side by side], and their low-rank term, which is still to be added."""
         population = self.population
         if self.dense and population.perturbed:
@@ -130,28 +132,28 @@ class JointLinear:
             return self._product_with_factors(x, self.factors)
         return torch.mm(x, self.weight.T), self._term(x, self.factors)
 
-    def with_lora(self, x: Tensor) -> tuple[Tensor, lowrank.Term | None]:
+    def with_lora(self, x: Tensor) -> tuple[Tensor, lowrank.LowRankTerm | None]:
         """The same for a single layer whose reader adds low-rank noise only: LoRA's term is in the product already."""
         if self.factors is None or not self.population.perturbed:
             return self(x)[0], None
         if self.factor_lines:
             return self._product_with_factors(x, self.factors)
         y = torch.empty((len(x), len(self.weight)), device=x.device, dtype=x.dtype)
-        lowrank.up(y[None], self._term(x, self.factors), None)
+        lowrank.project_up(y[None], self._term(x, self.factors), None)
         return y.addmm_(x, self.weight.T), None
 
     def bias(self, number: int = 0) -> Tensor:
         """[P, n] of one of the layers."""
         return _member_vectors(*self.biases[number], self.population)
 
-    def _product_with_factors(self, x: Tensor, factors: lowrank.Factors) -> tuple[Tensor, lowrank.Term]:
+    def _product_with_factors(self, x: Tensor, factors: lowrank.Factors) -> tuple[Tensor, lowrank.LowRankTerm]:
         y, width = torch.mm(x, self.stacked.T), len(self.weight)
         t = y[None, :, width : width + self.factor_lines]
-        return y[:, :width], lowrank.Term(t, factors, self.population.point.scales, self.places, self.up)
+        return y[:, :width], lowrank.LowRankTerm(t, factors, self.population.point.scales, self.places, self.up)
 
-    def _term(self, x: Tensor, factors: lowrank.Factors) -> lowrank.Term:
+    def _term(self, x: Tensor, factors: lowrank.Factors) -> lowrank.LowRankTerm:
         scales = self.population.point.scales
-        return lowrank.Term(lowrank.down(x, factors, scales), factors, scales, self.places)
+        return lowrank.LowRankTerm(lowrank.project_down(x, factors, scales), factors, scales, self.places)
 
     def _stack_weights(self, linears: Sequence[nn.Linear]) -> Tensor:
         """The weights below each other in one tensor, of which the model's own become views, and lines for factors below them."""
@@ -173,8 +175,8 @@ class JointLinear:
         self.up = self.weight.new_zeros(self.factor_lines * width).view(len(layers), -1, width)
         lines = self.stacked[len(self.weight) :][: self.factor_lines].chunk(len(layers))
         for layer, down, up in zip(layers, lines, self.up, strict=True):
-            ops.keep_turned(layer.down, down)
-            ops.keep_turned(layer.up, up)
+            ops.keep_transposed(layer.down, down)
+            ops.keep_transposed(layer.up, up)
 
 
 class EncoderLayer:
@@ -190,7 +192,7 @@ class EncoderLayer:
         ]
         self.query_key_value, self.attention_output, self.intermediate, self.output = joint
         self.norms = [_MemberNorm(layer.get_submodule(name), modules) for name in ENCODER_NORMS]
-        self.has_lora = any(one.factors is not None and len(one.factors.parts) > 1 for one in joint)
+        self.has_lora = any(one.factors is not None and len(one.factors.components) > 1 for one in joint)
 
     def forward_or(self, inner: Forward) -> Forward:
         """The forward of the layer, and `inner` where the kernels cannot be used."""
@@ -213,7 +215,7 @@ class EncoderLayer:
             and hidden.is_contiguous()
             and hidden.dtype == population.compute
             and hidden.shape[0] == population.members * context.rows
-            and hidden.shape[1] <= encoder.LONGEST[hidden.dtype]
+            and hidden.shape[1] <= encoder.MAX_TOKENS[hidden.dtype]
             and (mask is None or (mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1] == 1))
         )
 

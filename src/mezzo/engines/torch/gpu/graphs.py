@@ -1,8 +1,9 @@
-"""CUDA graphs of the forward, one for each shape that comes back: a step then launches one graph and reads a few numbers.
+"""The CUDA graphs of an engine, one for each shape of a forward that is used repeatedly: a step then launches one graph and reads
+a few numbers.
 
-What changes from step to step (tokens, seeds, scales) lies in one device buffer that the graph reads; it is filled by one
-asynchronous copy. A shape is captured when it comes for the second time. Graphs share one memory pool, because only one of
-them runs at a time, and the least recently used are dropped.
+What changes from step to step (tokens, seeds, scales) lies in a device buffer that the graph reads; it is filled by one
+asynchronous copy. A shape is captured when it is used for the second time. Graphs share one memory pool, because only one of
+them runs at a time, and the least recently used ones are dropped.
 """
 
 from __future__ import annotations
@@ -18,129 +19,143 @@ from torch import Tensor
 from mezzo.engines.torch.forward.inputs import PaddedRows
 from mezzo.engines.torch.forward.probe_point import ProbePoint
 from mezzo.engines.torch.gpu.captured_graph import CapturedForward, CapturedUpdate
-from mezzo.engines.torch.gpu.fused import LARGEST_RANK
+from mezzo.engines.torch.gpu.fused_ops import MAX_RANK
 from mezzo.types import Batch, Scores, Update
 
 if TYPE_CHECKING:
     from mezzo.engines.torch.engine import TorchEngine
 
-Shape = TypeVar("Shape", bound=CapturedForward)
-MOST = 32
-"""Shapes that are kept. Each costs a few megabytes beside the memory that all share."""
+Forward = TypeVar("Forward", bound=CapturedForward)
+MAX_SHAPES = 32
+"""Each takes a few megabytes beside the memory that all share."""
 
 
 class Graphs:
-    """The captured shapes of one engine."""
+    """The graphs of one engine."""
 
     def __init__(self, engine: TorchEngine) -> None:
         self.engine = engine
         self.pool = torch.cuda.graph_pool_handle()
-        self.captured: OrderedDict[Hashable, CapturedForward] = OrderedDict()
-        self.moves: dict[int, CapturedUpdate] = {}
-        self.done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.refused = ""
+        self.forwards: OrderedDict[Hashable, CapturedForward] = OrderedDict()
+        self.updates: dict[int, CapturedUpdate] = {}
+        """By number of terms."""
+        self.scores_ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.capture_error = ""
         """Why nothing is captured, where the model's forward does not allow it."""
-        self.moves_by_kernels = all(t.rank <= LARGEST_RANK for t in engine.trained)
-        self._waiting: CapturedUpdate | None = None
-        """An update of small tensors that is launched together with the next forward, or by `settle` before."""
+        self.can_capture_updates = all(t.rank <= MAX_RANK for t in engine.trained)
+        self._deferred: CapturedUpdate | None = None
+        """An update of small tensors that is launched together with the next forward, unless `flush` comes first."""
 
-    def replay(self, updates: Sequence[Update]) -> None:
-        """Apply one update after the other; nothing waits for them."""
+    def apply(self, updates: Sequence[Update]) -> None:
+        """Apply one update after the other, without waiting for the device."""
         for update in updates:
-            self.settle()
+            self.flush()
             if not update.empty:
-                self._move(update)
-            self.engine.population.source.forget()
+                self._apply(update)
+            self.engine.population.source.clear_cache()
 
-    def settle(self) -> None:
-        """Launch the update that waits: the weights will be looked at."""
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            waiting.run()
+    def flush(self) -> None:
+        """Launch the deferred update, before anything but a graph reads the weights."""
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            deferred.run()
 
-    def _move(self, update: Update) -> None:
+    def score(self, groups: Sequence[PaddedRows], batch: Batch, points: Sequence[ProbePoint], out: Scores) -> None:
+        """Launch every micro-batch at every point, then wait once for all scores."""
+        launched = [
+            (number * self.engine.micro_batch.members, len(point.probes), rows, self._launch(rows, batch, point))
+            for number, point in enumerate(points)
+            for rows in groups
+        ]
+        self.scores_ready.record()
+        if self.engine.pipeline is not None:
+            self.engine.pipeline.upload_prefetched()
+        self.scores_ready.synchronize()
+        for first, members, rows, scores in launched:
+            rows.write_scores(out[first : first + members], scores.numpy().reshape(members, -1, *rows.tail))
+
+    def prefetch(self, rows: PaddedRows, batch: Batch, point: ProbePoint) -> None:
+        """Send the inputs of the next forward to its graph, if it has one, behind what the device is doing."""
+        forward = self.forwards.get(shape_key(rows, batch, point, self.engine.forward.trim_last_layer))
+        if forward is not None and forward.graph is not None:
+            forward.upload(rows, point)
+
+    def get(self, key: Hashable, create: Callable[[], Forward]) -> tuple[Forward, bool]:
+        """The forward of this shape, and whether the shape was used before. A new one replaces the least recently used."""
+        used_before = key in self.forwards
+        if not used_before:
+            self.forwards[key] = create()
+            while len(self.forwards) > MAX_SHAPES:
+                self.forwards.popitem(last=False)
+        self.forwards.move_to_end(key)
+        return self.forwards[key], used_before  # type: ignore[return-value]
+
+    def capture(self, work: CapturedForward | CapturedUpdate) -> None:
+        """Capture a graph, unless there is one. If the model's forward cannot be captured, nothing will be from then on, and
+        kernels are launched one by one."""
+        if work.graph is not None or self.capture_error:
+            return
+        try:
+            work.capture(self.pool)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            work.graph = None
+            self.capture_error = str(error).splitlines()[0]
+
+    def close(self) -> None:
+        """Free all graphs and their memory, once the device is done with them."""
+        self.flush()
+        torch.cuda.synchronize(self.engine.device)
+        self.forwards.clear()
+        self.updates.clear()
+        self.pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph
+
+    def _apply(self, update: Update) -> None:
         terms = len(update.terms)
-        if not terms or not self.moves_by_kernels:
+        if not terms or not self.can_capture_updates:
             self.engine.population.apply(update)
             return
         coefs = np.zeros(-(-(terms + 1) // 2) * 2, dtype=np.float32)
         coefs[: terms + 1] = (update.keep, *(coef for _, coef in update.terms))
         seeds = np.array([seed for seed, _ in update.terms], dtype=np.uint64)
-        known = terms in self.moves
-        if not known:
-            self.moves[terms] = CapturedUpdate(self.engine, terms)
-        one = self.moves[terms]
-        one.staging.fill([seeds.view(np.int64), coefs.view(np.int64)])
-        if known:
-            self.capture(one)
-        if one.graph is not None and not self.engine.population.large:
-            self._waiting = one
+        used_before = terms in self.updates
+        if not used_before:
+            self.updates[terms] = CapturedUpdate(self.engine, terms)
+        captured = self.updates[terms]
+        captured.staging.fill([seeds.view(np.int64), coefs.view(np.int64)])
+        if used_before:
+            self.capture(captured)
+        if captured.graph is not None and not self.engine.population.large:
+            self._deferred = captured
         else:
-            one.run()
+            captured.run()
 
-    def capture(self, one: CapturedForward | CapturedUpdate) -> None:
-        """Capture what is not yet; a model whose forward cannot be captured runs its kernels one by one from then on."""
-        if one.graph is not None or self.refused:
-            return
-        try:
-            one.capture(self.pool)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            one.graph = None
-            self.refused = str(error).splitlines()[0]
-
-    def score(self, groups: Sequence[PaddedRows], batch: Batch, points: Sequence[ProbePoint], out: Scores) -> None:
-        """Launch every micro-batch at every point, then wait once for the scores of all."""
-        found = [(point, rows, self._launched(rows, batch, point)) for point in points for rows in groups]
-        self.done.record()
-        if self.engine.pipeline is not None:
-            self.engine.pipeline.prepare()
-        self.done.synchronize()
-        first = {id(point): number * self.engine.micro_batch.members for number, point in enumerate(points)}
-        for point, rows, scores in found:
-            start, members = first[id(point)], len(point.probes)
-            rows.write_scores(out[start : start + members], scores.numpy().reshape(members, -1, *rows.tail))
-
-    def send(self, rows: PaddedRows, batch: Batch, point: ProbePoint) -> None:
-        """What will be scored next, to where its graph reads it, behind what the device is doing; if there is a graph."""
-        one = self.captured.get(key_of(rows, batch, point, self.engine.forward.trim_last_layer))
-        if one is not None and one.graph is not None:
-            one.send(rows, point)
-
-    def _launched(self, rows: PaddedRows, batch: Batch, point: ProbePoint) -> Tensor:
-        key = key_of(rows, batch, point, self.engine.forward.trim_last_layer)
-        one, known = self.shape(key, lambda: CapturedForward(self.engine, rows, batch, point))
-        one.send(rows, point)
-        if known:
-            if one.graph is None:
-                self.settle()
-            self.capture(one)
-        scores = self._run(one)
+    def _launch(self, rows: PaddedRows, batch: Batch, point: ProbePoint) -> Tensor:
+        """Launch a forward and the copy of its scores to the returned tensor in pinned memory."""
+        key = shape_key(rows, batch, point, self.engine.forward.trim_last_layer)
+        forward, used_before = self.get(key, lambda: CapturedForward(self.engine, rows, batch, point))
+        forward.upload(rows, point)
+        if used_before:
+            if forward.graph is None:
+                self.flush()
+            self.capture(forward)
+        scores = self._run(forward)
         host = torch.empty(scores.shape, dtype=scores.dtype, pin_memory=True)
         return host.copy_(scores, non_blocking=True)
 
-    def shape(self, key: Hashable, make: Callable[[], Shape]) -> tuple[Shape, bool]:
-        """The shape of this key, and whether it came before; the one that was used longest ago makes room."""
-        known = key in self.captured
-        if not known:
-            self.captured[key] = make()
-            while len(self.captured) > MOST:
-                self.captured.popitem(last=False)
-        self.captured.move_to_end(key)
-        return self.captured[key], known  # type: ignore[return-value]
-
-    def _run(self, one: CapturedForward) -> Tensor:
-        """Behind the update that waits, if one does: in one launch where that happens again and again."""
-        waiting = self._waiting
-        if waiting is not None and one.graph is not None and waiting in one.met:
-            self._waiting = None
-            return one.run_after(waiting, self.pool)
-        if waiting is not None:
-            one.met.add(waiting)
-        self.settle()
-        return one.run()
+    def _run(self, forward: CapturedForward) -> Tensor:
+        """Run a forward behind the deferred update, if any: in one launch from the second time on."""
+        deferred = self._deferred
+        if deferred is not None and forward.graph is not None and deferred in forward.preceding_updates:
+            self._deferred = None
+            return forward.run_after(deferred, self.pool)
+        if deferred is not None:
+            forward.preceding_updates.add(deferred)
+        self.flush()
+        return forward.run()
 
 
-def key_of(rows: PaddedRows, batch: Batch, point: ProbePoint, trims: bool) -> Hashable:
+def shape_key(rows: PaddedRows, batch: Batch, point: ProbePoint, trims: bool) -> Hashable:
+    """What must agree for one graph to serve two forwards."""
     return rows.shapes, rows.has_padding, batch.readout, len(point.probes), len(point.seeds), trims

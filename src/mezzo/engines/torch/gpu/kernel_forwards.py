@@ -9,7 +9,7 @@ from torch import nn
 from mezzo.engines.torch.forward.choice import Choice
 from mezzo.engines.torch.forward.trained_modules import TrainedModules
 from mezzo.engines.torch.gpu import decoder, encoder, lowrank_layers, norms
-from mezzo.engines.torch.gpu.graph_noise import GraphOps
+from mezzo.engines.torch.gpu.graph_ops import GraphOps
 
 
 class KernelForwards:
@@ -19,7 +19,7 @@ class KernelForwards:
         self.modules, self.cached = modules, cached
         population = modules.population
         assert isinstance(population.ops, GraphOps)
-        population.ops.prepare(list(population.trained.values()), population.flat_buffers, population.large)
+        population.ops.allocate(list(population.trained.values()), population.flat_buffers, population.large)
 
     def choose(self, path: str, module: nn.Module) -> Iterator[tuple[nn.Module, Choice]]:
         """What is chosen for a module, and for those of its children that are computed together."""

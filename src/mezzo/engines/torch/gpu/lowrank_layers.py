@@ -15,7 +15,7 @@ from mezzo.engines.torch.forward.choice import Choice
 from mezzo.engines.torch.forward.modules import Forward
 from mezzo.engines.torch.forward.population import Population
 from mezzo.engines.torch.forward.trained_modules import TrainedModule, TrainedModules
-from mezzo.engines.torch.gpu.graph_noise import GraphOps
+from mezzo.engines.torch.gpu.graph_ops import GraphOps
 from mezzo.engines.torch.gpu.kernels import lowrank
 
 NAME = "low-rank kernels"
@@ -64,15 +64,15 @@ def find_factors(module: nn.Module, trained: TrainedModule, modules: TrainedModu
         weight = trained.tensors["weight"]
         rank = population.trained[weight].rank
         buffer = FactorBuffer(rank, rank**-0.5, ops.factor_noise[None])
-        starts = ops.factor_at[f"{weight}/V"], ops.factor_at[f"{weight}/U"]
+        starts = ops.factor_offsets[f"{weight}/V"], ops.factor_offsets[f"{weight}/U"]
         return _rank_refusal(rank) or LowRankLinear(module, trained.path, *starts, bias, buffer)
     if not all(name in population.trained for name in trained.lora):
         return "only one of LoRA's factors is trained"
     rank = population.trained[trained.lora[0]].shape[0]
     for flat in population.flat_buffers:
-        start = {slot.trained.name: slot.start for slot in flat.slots}
+        start = {entry.trained.name: entry.start for entry in flat.entries}
         if all(name in start for name in trained.lora):
-            buffer = FactorBuffer(rank, trained.scaling, ops.lora_parts(flat))
+            buffer = FactorBuffer(rank, trained.scaling, ops.lora_components(flat))
             down, up = (start[name] for name in trained.lora)
             return _rank_refusal(rank) or LowRankLinear(module, trained.path, down, up, bias, buffer)
     return "its factors are stored in different types"
@@ -151,12 +151,14 @@ class LowRankGroup:
         population.split(rows, self.layers[first].path)  # raises if these are not the members' rows
         x = rows.view(-1, rows.shape[-1])
         scales, rank = population.point.scales, self.factors[first].rank
-        t = lowrank.down(x, self.factors[first], scales)
+        t = lowrank.project_down(x, self.factors[first], scales)
         outputs: dict[int, Tensor] = {}
         for span in self.spans[first]:
             y = x.new_empty((span.stop - span.start, len(x), span.width))
             columns = t[..., (span.start - first) * rank : (span.stop - first) * rank]
-            lowrank.up(y, lowrank.Term(columns, self.span_factors[span.start, span.stop], scales), span.bias)
+            lowrank.project_up(
+                y, lowrank.LowRankTerm(columns, self.span_factors[span.start, span.stop], scales), span.bias
+            )
             for place, layer in enumerate(self.layers[span.start : span.stop]):
                 y[place].addmm_(x, layer.module.weight.T)
                 if layer.bias is not None:

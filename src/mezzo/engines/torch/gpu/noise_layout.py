@@ -1,4 +1,4 @@
-"""Where the noise of many matrices lies in memory when kernels read it from there, and which matrices one launch serves."""
+"""Where the noise of many matrices lies in memory while kernels read it, and which matrices one launch updates."""
 
 from __future__ import annotations
 
@@ -15,113 +15,124 @@ from mezzo.engines.torch.weights.noise import ALIGN
 from mezzo.method import noise, rounding
 from mezzo.types import TrainedTensor
 
-AT_ONCE = 2**25
-"""Elements whose signs are held at a time: 4 MiB of them for each direction."""
+MAX_SIGN_ELEMENTS = 2**25
+"""Elements whose ±1 noise is in memory at a time: 4 MiB for each direction."""
 Matrix = tuple[TrainedTensor, Tensor]
 
 
-class Signs:
-    """One bit an element, of tensors side by side; `at` says at which byte a tensor's begin."""
+class SignLayout:
+    """±1 noise of several tensors, one bit an element; `offsets` says at which byte each tensor's begins."""
 
-    def __init__(self, named: Sequence[tuple[str, int]], device: torch.device) -> None:
-        self.at: dict[str, int] = {}
-        places: list[int] = []
-        for name, count in named:
-            self.at[name] = 8 * matrices.WORDS * (len(places) // 2)
-            for first in range(0, -(-count // ALIGN), matrices.WORDS):
-                places += (noise.name_hash(name), first // 4)
-        self.places = words_on(device, places)
+    def __init__(self, sizes: Sequence[tuple[str, int]], device: torch.device) -> None:
+        self.offsets: dict[str, int] = {}
+        positions: list[int] = []
+        for name, count in sizes:
+            self.offsets[name] = 8 * matrices.WORDS_PER_PROGRAM * (len(positions) // 2)
+            for first_word in range(0, -(-count // ALIGN), matrices.WORDS_PER_PROGRAM):
+                positions += (noise.name_hash(name), first_word // 4)
+        self.positions = words_on(device, positions)
 
-    def made(self, seeds: Tensor, terms: int) -> Tensor:
-        """[terms, bytes] under the first so many seeds."""
-        programs = len(self.places) // 2
-        words = torch.empty((terms, programs * matrices.WORDS), dtype=torch.int64, device=seeds.device)
+    def generate(self, seeds: Tensor, terms: int) -> Tensor:
+        """[terms, bytes]: the noise under each of the first `terms` seeds."""
+        programs = len(self.positions) // 2
+        words = torch.empty((terms, programs * matrices.WORDS_PER_PROGRAM), dtype=torch.int64, device=seeds.device)
         if terms:
-            matrices.fill_signs[(programs, terms)](
-                words, words.shape[1], self.places, seeds, BLOCKS=matrices.BLOCKS, num_warps=2
+            matrices.generate_signs[(programs, terms)](
+                words, words.shape[1], self.positions, seeds, BLOCKS=matrices.BLOCKS_PER_PROGRAM, num_warps=2
             )
         return words.view(torch.uint8)
 
 
-class FactorSigns:
-    """One number a row of the factors U and V of low-rank noise, of tensors side by side."""
+class FactorLayout:
+    """The factors U and V of several tensors' low-rank noise: the signs of each row as the bits of one number."""
 
     def __init__(self, trained: Sequence[TrainedTensor], device: torch.device) -> None:
-        self.at: dict[str, int] = {}
+        self.offsets: dict[str, int] = {}
         self.rank = trained[0].rank
-        places: list[int] = []
-        for one in trained:
-            for side, size in zip("UV", one.shape, strict=True):
-                self.at[f"{one.name}/{side}"] = matrices.FACTOR_ROWS * (len(places) // 2)
-                for first in range(0, size, matrices.FACTOR_ROWS):
-                    places += (noise.name_hash(f"{one.name}/{side}"), first)
-        self.places = words_on(device, places)
+        positions: list[int] = []
+        for each in trained:
+            for side, size in zip("UV", each.shape, strict=True):
+                self.offsets[f"{each.name}/{side}"] = matrices.FACTOR_ROWS_PER_PROGRAM * (len(positions) // 2)
+                for first_row in range(0, size, matrices.FACTOR_ROWS_PER_PROGRAM):
+                    positions += (noise.name_hash(f"{each.name}/{side}"), first_row)
+        self.positions = words_on(device, positions)
 
-    def made(self, seeds: Tensor, terms: int) -> Tensor:
-        programs = len(self.places) // 2
-        kind = torch.uint8 if self.rank <= 8 else torch.int32
-        rows = torch.empty((terms, programs * matrices.FACTOR_ROWS), dtype=kind, device=seeds.device)
+    def generate(self, seeds: Tensor, terms: int) -> Tensor:
+        """[terms, rows]: the signs under each of the first `terms` seeds."""
+        programs = len(self.positions) // 2
+        dtype = torch.uint8 if self.rank <= 8 else torch.int32
+        rows = torch.empty((terms, programs * matrices.FACTOR_ROWS_PER_PROGRAM), dtype=dtype, device=seeds.device)
         if terms:
-            matrices.fill_factors[(programs, terms)](
-                rows, rows.shape[1], self.places, seeds, RANK=self.rank, ROWS=matrices.FACTOR_ROWS
+            matrices.generate_factors[(programs, terms)](
+                rows, rows.shape[1], self.positions, seeds, RANK=self.rank, ROWS=matrices.FACTOR_ROWS_PER_PROGRAM
             )
         return rows
 
 
 @dataclass(frozen=True)
-class Run:
-    """Matrices of one shape, type and kind of noise that one launch updates; entries as `matrices.update` reads them."""
+class UpdateLaunch:
+    """Matrices of one shape, dtype and kind of noise that one launch of `matrices.update` updates."""
 
     trained: TrainedTensor
+    """One of them."""
     base: Tensor
     matrices: int
     entries: Tensor
 
 
 @dataclass(frozen=True)
-class Group:
-    """Matrices whose noise is made together, and then used run by run."""
+class NoiseGroup:
+    """Matrices whose noise is generated together, and then read by one launch after the other."""
 
-    signs: Signs | FactorSigns
-    runs: tuple[Run, ...]
-
-
-def groups_of(every: Sequence[Matrix], device: torch.device) -> list[Group]:
-    """All matrices in groups of at most `AT_ONCE` elements, or of one; those with low-rank noise by rank."""
-    found: list[Group] = []
-    for rank, same in groupby(sorted(every, key=lambda matrix: matrix[0].rank), key=lambda matrix: matrix[0].rank):
-        for part in [list(same)] if rank else portions(list(same)):
-            trained = [one for one, _ in part]
-            named = [(one.name, value.numel()) for one, value in part]
-            signs = FactorSigns(trained, device) if rank else Signs(named, device)
-            found.append(Group(signs, tuple(_runs(part, signs, device))))
-    return found
+    layout: SignLayout | FactorLayout
+    launches: tuple[UpdateLaunch, ...]
 
 
-def portions(every: Sequence[Matrix]) -> Iterator[list[Matrix]]:
-    """One after the other, as many together as `AT_ONCE` allows."""
-    part: list[Matrix] = []
+def group_matrices(every: Sequence[Matrix], device: torch.device) -> list[NoiseGroup]:
+    """Dense matrices in groups of at most `MAX_SIGN_ELEMENTS`, or of one; those with low-rank noise by rank."""
+    groups: list[NoiseGroup] = []
+    for rank, same_rank in groupby(sorted(every, key=lambda matrix: matrix[0].rank), key=lambda matrix: matrix[0].rank):
+        for group in [list(same_rank)] if rank else split_by_size(list(same_rank)):
+            layout: SignLayout | FactorLayout
+            if rank:
+                layout = FactorLayout([trained for trained, _ in group], device)
+            else:
+                layout = SignLayout([(trained.name, value.numel()) for trained, value in group], device)
+            groups.append(NoiseGroup(layout, tuple(_launches(group, layout, device))))
+    return groups
+
+
+def split_by_size(every: Sequence[Matrix]) -> Iterator[list[Matrix]]:
+    """Consecutive matrices, as many together as `MAX_SIGN_ELEMENTS` allows."""
+    group: list[Matrix] = []
     for matrix in every:
-        if part and sum(value.numel() for _, value in (*part, matrix)) > AT_ONCE:
-            yield part
-            part = []
-        part.append(matrix)
-    if part:
-        yield part
+        if group and sum(value.numel() for _, value in (*group, matrix)) > MAX_SIGN_ELEMENTS:
+            yield group
+            group = []
+        group.append(matrix)
+    if group:
+        yield group
 
 
-def _runs(part: Sequence[Matrix], signs: Signs | FactorSigns, device: torch.device) -> Iterator[Run]:
-    alike: dict[tuple[object, ...], list[Matrix]] = {}
-    for trained, value in part:
-        first = next(iter(alike.get((trained.shape, value.dtype, trained.decay, 0), [(trained, value)])))[1]
-        apart = value.data_ptr() - first.data_ptr()
-        alone = value.data_ptr() if apart % (16 * value.element_size()) else 0  # kernels count in sixteens of elements
-        alike.setdefault((trained.shape, value.dtype, trained.decay, alone), []).append((trained, value))
-    for (_, _, _, _), same in alike.items():
-        base = same[0][1]
-        words: list[int] = []
-        for trained, value in same:
-            name, begins = trained.name, (value.data_ptr() - base.data_ptr()) // value.element_size()
-            held = [signs.at[f"{name}/U"], signs.at[f"{name}/V"]] if trained.rank else [signs.at[name], 0]
-            words += [begins % 2**64, noise.name_hash(name), noise.name_hash(rounding.stream(name)), *held, 0]
-        yield Run(same[0][0], base, len(same), words_on(device, words))
+def _launches(
+    group: Sequence[Matrix], layout: SignLayout | FactorLayout, device: torch.device
+) -> Iterator[UpdateLaunch]:
+    by_launch: dict[tuple[object, ...], list[Matrix]] = {}
+    for trained, value in group:
+        first = by_launch.get((trained.shape, value.dtype, trained.decay, 0), [(trained, value)])[0][1]
+        distance = value.data_ptr() - first.data_ptr()
+        # The kernel is told that offsets are multiples of 16 elements; a matrix at another distance gets its own launch.
+        alone = value.data_ptr() if distance % (16 * value.element_size()) else 0
+        by_launch.setdefault((trained.shape, value.dtype, trained.decay, alone), []).append((trained, value))
+    for launch in by_launch.values():
+        trained, base = launch[0]
+        words = [word for each, value in launch for word in _entry(each, value, base, layout.offsets)]
+        yield UpdateLaunch(trained, base, len(launch), words_on(device, words))
+
+
+def _entry(trained: TrainedTensor, value: Tensor, base: Tensor, offsets: dict[str, int]) -> list[int]:
+    """An entry of the table that `matrices.update` reads, padded to `ENTRY_WORDS`."""
+    name, distance = trained.name, (value.data_ptr() - base.data_ptr()) // value.element_size()
+    noise_offsets = [offsets[f"{name}/U"], offsets[f"{name}/V"]] if trained.rank else [offsets[name], 0]
+    keys = [noise.name_hash(name), noise.name_hash(rounding.stream_name(name))]
+    return [distance % 2**64, *keys, *noise_offsets, 0]

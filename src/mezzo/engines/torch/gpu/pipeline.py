@@ -1,8 +1,8 @@
-"""Steps whose device never waits for the host: a graph makes the move of the step before, runs the forward, judges its scores
-(`judge`) and leaves the next move in device memory. It is launched while the one before still runs.
+"""Steps whose device never waits for the host: a graph applies the update of the step before, runs the forward, computes losses
+and update from its scores (`device_step`) and leaves the update in device memory. It is launched while the one before still runs.
 
-A forward that was launched ahead leaves the weights alone; its move is made with the next one, or dropped. So what anybody
-sees between two steps are the weights behind the last step that was returned.
+A step that was launched early does not change the weights by itself: its update is applied by the graph of the next step, or
+discarded. Between two steps the weights are therefore those after the last step that `run` returned.
 """
 
 from __future__ import annotations
@@ -17,37 +17,41 @@ from torch import Tensor
 
 from mezzo.engines.torch.forward.inputs import PaddedRows
 from mezzo.engines.torch.forward.probe_point import DeviceUpdate, ProbePoint
-from mezzo.engines.torch.gpu.captured_graph import CapturedForward, Words, parts_of
-from mezzo.engines.torch.gpu.graphs import Graphs, key_of
-from mezzo.engines.torch.gpu.kernels.device_step import OUTCOME, fits, judge
+from mezzo.engines.torch.gpu.captured_graph import CapturedForward, Words, input_words
+from mezzo.engines.torch.gpu.graphs import Graphs, shape_key
+from mezzo.engines.torch.gpu.kernels.device_step import OUTCOME_SIZE, compute_update, fits_in_kernel
 from mezzo.errors import RunFailed
 from mezzo.method.objectives import is_normalised
-from mezzo.types import DeviceStep, PairRule, Probe, Question, Update
+from mezzo.types import DeviceStep, Probe, Question, Update
 
 if TYPE_CHECKING:
     from mezzo.engines.torch.engine import TorchEngine
 
+Losses = npt.NDArray[np.float64]
+NextStep = Callable[[], DeviceStep | None]
 
-class Waiting:
-    """A move in device memory: written there by a kernel, read there by the next."""
+
+class PendingUpdate:
+    """The update of a step in device memory: written by the step's last kernel, applied by the next graph."""
 
     def __init__(self, engine: TorchEngine) -> None:
         self.engine = engine
-        self.still = torch.zeros(2, dtype=torch.int64, device=engine.device)
-        self.still.view(torch.float32)[2] = 1.0  # keep all, along no direction: bit for bit what was
-        self.words = self.still.clone()
+        self.identity = torch.zeros(2, dtype=torch.int64, device=engine.device)
+        self.identity.view(torch.float32)[2] = 1.0  # keep 1 and coefficient 0: no bit of the weights changes
+        self.words = self.identity.clone()
+        """The seed; keep and the coefficient, as two float32."""
         self.coefs = self.words.view(torch.float32)[2:]
-        self.move = DeviceUpdate.in_memory(1, self.words[:1], self.coefs)
+        self.update = DeviceUpdate.in_memory(1, self.words[:1], self.coefs)
 
-    def make(self) -> None:
-        self.engine.population.move(self.move)
+    def apply(self) -> None:
+        self.engine.population.move(self.update)
 
-    def drop(self) -> None:
-        self.words.copy_(self.still)
+    def discard(self) -> None:
+        self.words.copy_(self.identity)
 
 
 class CapturedStep(CapturedForward):
-    """A shape whose graph begins with the move that waits and ends with the next one."""
+    """A shape whose graph begins by applying the pending update and ends by writing the next one."""
 
     def __init__(
         self,
@@ -55,35 +59,35 @@ class CapturedStep(CapturedForward):
         rows: PaddedRows,
         step: DeviceStep,
         point: ProbePoint,
-        waiting: Waiting,
+        pending: PendingUpdate,
         outcome: Tensor,
     ) -> None:
-        super().__init__(engine, rows, step.batch, point, _beside(rows, step))
-        self.waiting, self.outcome = waiting, outcome
+        super().__init__(engine, rows, step.batch, point, _labels_and_rule(rows, step))
+        self.pending, self.outcome = pending, outcome
 
-    def send_all(self, rows: PaddedRows, step: DeviceStep, point: ProbePoint) -> None:
-        self.staging.send([*parts_of(rows, point), *_beside(rows, step)])
+    def upload_step(self, rows: PaddedRows, step: DeviceStep, point: ProbePoint) -> None:
+        self.staging.upload([*input_words(rows, point), *_labels_and_rule(rows, step)])
 
     def forward(self) -> Tensor:
-        self.waiting.make()
-        scores, (labels, rule) = super().forward(), self.beside
-        judge(
+        self.pending.apply()
+        scores, (labels, rule) = super().forward(), self.extra_inputs
+        compute_update(
             scores.contiguous(),
             labels,
             rule.view(torch.float64),
             self.point.keys,
-            (self.waiting.words, self.waiting.coefs),
+            (self.pending.words, self.pending.coefs),
             self.outcome,
             is_normalised(self.batch),
         )
         return self.outcome
 
 
-class Slot:
-    """Where the outcome of a step arrives on the host. Two take turns: one is read while the next may arrive."""
+class OutcomeBuffer:
+    """Where the outcome of a step arrives on the host. Two take turns: one is read while the other may be written."""
 
     def __init__(self) -> None:
-        self.numbers = torch.empty(OUTCOME, dtype=torch.float64, pin_memory=True)
+        self.numbers = torch.empty(OUTCOME_SIZE, dtype=torch.float64, pin_memory=True)
         self.arrived: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.step: DeviceStep | None = None
 
@@ -98,110 +102,105 @@ class Slot:
 
 
 class Pipeline:
-    """The step that is on its way, and the move that follows from it."""
+    """The `StepPipeline` of a `TorchEngine`: the step in flight, and the update that follows from it."""
 
     def __init__(self, engine: TorchEngine, graphs: Graphs) -> None:
         self.engine, self.graphs = engine, graphs
-        self.waiting = Waiting(engine)
-        self.outcome = torch.zeros(OUTCOME, dtype=torch.float64, device=engine.device)
-        self.slots = (Slot(), Slot())
-        self._flying: Slot | None = None
-        self._left = False
-        """True where a move is in device memory that nothing has made yet."""
-        self._moved: Update | None = None
-        """What the weights were moved by and nobody has confirmed: it is not in the journal yet."""
-        self._expected: Callable[[], Question] | None = None
+        self.pending = PendingUpdate(engine)
+        self.outcome = torch.zeros(OUTCOME_SIZE, dtype=torch.float64, device=engine.device)
+        self.buffers = (OutcomeBuffer(), OutcomeBuffer())
+        self._in_flight: OutcomeBuffer | None = None
+        self._is_pending = False
+        """True while device memory holds, or will hold, an update that has not been applied."""
+        self._unconfirmed: Update | None = None
+        """The update that the device has applied and that is not in the journal yet."""
+        self._announced: Callable[[], Question] | None = None
 
-    def run(
-        self, step: DeviceStep, following: Callable[[], DeviceStep | None] | None
-    ) -> npt.NDArray[np.float64] | None:
-        if self.engine.frozen_cache or not self.graphs.moves_by_kernels:
+    def run(self, step: DeviceStep, following: NextStep | None) -> Losses | None:
+        if self.engine.frozen_cache or not self.graphs.can_capture_updates:
             return None
         with torch.no_grad(), self.engine.explain_out_of_memory(len(step.probes)):
             return self._run(step, following)
 
-    def _run(
-        self, now: DeviceStep, following: Callable[[], DeviceStep | None] | None
-    ) -> npt.NDArray[np.float64] | None:
-        if self._moved is not None:
+    def _run(self, step: DeviceStep, following: NextStep | None) -> Losses | None:
+        if self._unconfirmed is not None:
             raise RunFailed("the last step moved the weights and was not recorded: continue with --resume")
-        if self._flying is None or not _same(self._flying.step, now):
-            self.drop()
-            self._flying = self._launched(now, self.slots[0])
-        flying, self._flying = self._flying, None
-        if flying is None:
+        if self._in_flight is None or not _is_same(self._in_flight.step, step):
+            self.cancel()
+            self._in_flight = self._launch(step, self.buffers[0])
+        current, self._in_flight = self._in_flight, None
+        if current is None:
             return None
-        after = following() if following is not None else None
-        if after is not None:
-            self._flying = self._launched(after, self.slots[flying is self.slots[0]])
-        if self._flying is None:  # else the move is part of what was launched
-            self.waiting.make()
-            self._forget()
-        up, down, keep, coef = flying.read().tolist()
-        self._moved = Update(((now.probes[0].terms[0][0], coef),), keep)
+        next_step = following() if following is not None else None
+        if next_step is not None:
+            self._in_flight = self._launch(next_step, self.buffers[current is self.buffers[0]])
+        if self._in_flight is None:  # otherwise its graph applies the update
+            self.pending.apply()
+            self._discard_pending()
+        up, down, keep, coef = current.read().tolist()
+        self._unconfirmed = Update(((step.probes[0].terms[0][0], coef),), keep)
         return np.array([up, down])
 
     def prefetch(self, question: Callable[[], Question]) -> None:
-        self._expected = question
+        self._announced = question
 
-    def prepare(self) -> None:
-        """Lay out the announced question and send it to the device, which is busy meanwhile."""
-        if self._expected is not None:
-            question, self._expected = self._expected(), None
+    def upload_prefetched(self) -> None:
+        """Send the announced question to the device, which is busy meanwhile."""
+        if self._announced is not None:
+            question, self._announced = self._announced(), None
             groups = self.engine.padded_rows(question.batch)
             if len(groups) == 1:
-                self.graphs.send(groups[0], question.batch, self.engine.probe_points(question.probes)[0])
+                self.graphs.prefetch(groups[0], question.batch, self.engine.probe_points(question.probes)[0])
 
     def confirm(self, updates: Sequence[Update]) -> bool:
-        """True where the weights were moved by this already. Where not, they will be: what is on its way is dropped."""
-        moved, self._moved = self._moved, None
-        if moved is None:
-            self.drop()
+        """True if the device has applied this update already. If not, the caller will, and the step in flight is cancelled."""
+        applied, self._unconfirmed = self._unconfirmed, None
+        if applied is None:
+            self.cancel()
             return False
-        if list(updates) != [moved] and not (moved.empty and all(update.empty for update in updates)):
+        if list(updates) != [applied] and not (applied.empty and all(update.empty for update in updates)):
             raise RunFailed(
-                f"{self.engine.device} moved the weights by {moved}, but its losses say {list(updates)}; "
+                f"{self.engine.device} moved the weights by {applied}, but its losses say {list(updates)}; "
                 "the journal holds the run up to here: continue with --resume"
             )
         return True
 
-    def drop(self) -> None:
-        """What was begun does not count: the weights change, or another question comes."""
-        self._flying = None
-        if self._left:
-            self._forget()
+    def cancel(self) -> None:
+        """Discard the step in flight, because the weights change or another step is run."""
+        self._in_flight = None
+        if self._is_pending:
+            self._discard_pending()
 
-    def _forget(self) -> None:
-        self.waiting.drop()
-        self._left = False
+    def _discard_pending(self) -> None:
+        self.pending.discard()
+        self._is_pending = False
 
-    def _launched(self, step: DeviceStep, slot: Slot) -> Slot | None:
-        """Everything a step does until its outcome is on its way to the host; None where this question is not one of ours."""
-        found = self._shape(step)
-        if found is None:
+    def _launch(self, step: DeviceStep, buffer: OutcomeBuffer) -> OutcomeBuffer | None:
+        """Launch a step and the copy of its outcome to the host; None if the device cannot run this step."""
+        inputs = self._inputs(step)
+        if inputs is None:
             return None
-        rows, point = found
-        key = key_of(rows, step.batch, point, self.engine.forward.trim_last_layer)
-        one, known = self.graphs.shape(
-            ("judged", key), lambda: CapturedStep(self.engine, rows, step, point, self.waiting, self.outcome)
+        rows, point = inputs
+        key = "step", shape_key(rows, step.batch, point, self.engine.forward.trim_last_layer)
+        captured, used_before = self.graphs.get(
+            key, lambda: CapturedStep(self.engine, rows, step, point, self.pending, self.outcome)
         )
-        self.graphs.settle()
-        one.send_all(rows, step, point)
-        if known:
-            self.graphs.capture(one)
-        self._left = True
-        slot.fetch(one.run(), step)
-        return slot
+        self.graphs.flush()
+        captured.upload_step(rows, step, point)
+        if used_before:
+            self.graphs.capture(captured)
+        self._is_pending = True
+        buffer.fetch(captured.run(), step)
+        return buffer
 
-    def _shape(self, step: DeviceStep) -> tuple[PaddedRows, ProbePoint] | None:
-        """The one micro-batch and the one ± pair of a question that a kernel can judge."""
-        batch, probes = step.batch, step.probes
-        if not _is_pair(probes) or batch.readout.kind == "candidates":
+    def _inputs(self, step: DeviceStep) -> tuple[PaddedRows, ProbePoint] | None:
+        """The one micro-batch and the one ± pair of a step that the device can run."""
+        if not _is_pair(step.probes) or step.batch.readout.kind == "candidates":
             return None
-        groups = self.engine.padded_rows(batch)
-        if len(groups) > 1 or not fits(groups[0].count, *groups[0].tail):
+        groups = self.engine.padded_rows(step.batch)
+        if len(groups) > 1 or not fits_in_kernel(groups[0].count, *groups[0].tail):
             return None
-        return groups[0], ProbePoint(probes, self.engine.device)
+        return groups[0], ProbePoint(step.probes, self.engine.device)
 
 
 def _is_pair(probes: Sequence[Probe]) -> bool:
@@ -210,14 +209,12 @@ def _is_pair(probes: Sequence[Probe]) -> bool:
     )
 
 
-def _same(one: DeviceStep | None, other: DeviceStep) -> bool:
-    return one is not None and one.batch is other.batch and (one.probes, one.rule) == (other.probes, other.rule)
+def _is_same(step: DeviceStep | None, other: DeviceStep) -> bool:
+    return step is not None and step.batch is other.batch and (step.probes, step.rule) == (other.probes, other.rule)
 
 
-def _beside(rows: PaddedRows, step: DeviceStep) -> list[Words]:
-    """What the judging reads beside tokens, seeds and scales: the rows' labels and the rule."""
-    return [step.batch.labels[rows.places[0]], _numbers(step.rule)]
-
-
-def _numbers(rule: PairRule) -> Words:
-    return np.array([rule.spread, rule.rate, rule.clip, rule.keep]).view(np.int64)
+def _labels_and_rule(rows: PaddedRows, step: DeviceStep) -> list[Words]:
+    """What a step reads beside tokens, seeds and scales."""
+    rule = step.rule
+    numbers = np.array([rule.spread, rule.rate, rule.clip, rule.keep])
+    return [step.batch.labels[rows.places[0]], numbers.view(np.int64)]

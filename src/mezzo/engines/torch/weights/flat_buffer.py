@@ -1,4 +1,4 @@
-"""Small tensors (LoRA factors, norms, biases) in one buffer, so that perturbing and updating them all is a few operations."""
+"""Small tensors (LoRA factors, norms, biases) in one buffer, so that perturbing and updating them all takes a few operations."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from torch import Tensor
 from mezzo.engines.torch.weights.noise import ALIGN
 from mezzo.types import TrainedTensor
 
-SMALL = 64 * 1024  # elements; a larger matrix is perturbed on its own
+MAX_SMALL_ELEMENTS = 64 * 1024
+"""A matrix with more elements is perturbed on its own."""
 
 
 def is_large(trained: TrainedTensor, tensor: Tensor) -> bool:
-    """Matrices of the model that are worth perturbing one at a time. Vectors and LoRA factors never are."""
+    """True for matrices of the model that are worth perturbing one at a time. Vectors and LoRA factors never are."""
     if trained.rank:
         return True
-    return tensor.ndim == 2 and tensor.numel() > SMALL and trained.kind not in ("lora_A", "lora_B")
+    return tensor.ndim == 2 and tensor.numel() > MAX_SMALL_ELEMENTS and trained.kind not in ("lora_A", "lora_B")
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """Where a small tensor lies in its flat buffer."""
+class FlatEntry:
+    """The position of a small tensor in its flat buffer, in elements."""
 
     trained: TrainedTensor
     start: int
@@ -31,27 +32,28 @@ class Slot:
 
 
 class FlatBuffer:
-    """Small tensors of one type and one decay setting in one buffer; gaps up to the next word belong to nobody."""
+    """Small tensors of one dtype and one decay setting, each at a multiple of `ALIGN` elements; the gaps are unused."""
 
     def __init__(self, tensors: Sequence[tuple[TrainedTensor, Tensor]]) -> None:
-        self.slots: list[Slot] = []
+        self.entries: list[FlatEntry] = []
         end = 0
         for trained, tensor in tensors:
-            self.slots.append(Slot(trained, end, tensor.numel()))
+            self.entries.append(FlatEntry(trained, end, tensor.numel()))
             end += -(-tensor.numel() // ALIGN) * ALIGN
         first = tensors[0][1]
         self.values = torch.zeros(end, device=first.device, dtype=first.dtype)
         self.decay = tensors[0][0].decay
-        self.named = [(slot.trained.name, slot.count) for slot in self.slots]
-        for slot, (_, tensor) in zip(self.slots, tensors, strict=True):
-            self.values[slot.start : slot.start + slot.count] = tensor.detach().flatten()
+        self.sizes = [(entry.trained.name, entry.count) for entry in self.entries]
+        """(name, elements) of every tensor, as `NoiseSource` takes them."""
+        for entry, (_, tensor) in zip(self.entries, tensors, strict=True):
+            self.values[entry.start : entry.start + entry.count] = tensor.detach().flatten()
 
-    def view(self, slot: Slot) -> Tensor:
-        return self.values[slot.start : slot.start + slot.count].view(slot.trained.shape)
+    def view(self, entry: FlatEntry) -> Tensor:
+        return self.values[entry.start : entry.start + entry.count].view(entry.trained.shape)
 
 
 def group_flat_buffers(tensors: Sequence[tuple[TrainedTensor, Tensor]]) -> list[FlatBuffer]:
-    """One buffer for each type and decay setting that occurs."""
+    """One buffer for each combination of dtype and decay setting."""
     groups: dict[tuple[bool, torch.dtype], list[tuple[TrainedTensor, Tensor]]] = {}
     for trained, tensor in tensors:
         groups.setdefault((trained.decay, tensor.dtype), []).append((trained, tensor))

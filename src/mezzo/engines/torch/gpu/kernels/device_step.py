@@ -1,7 +1,8 @@
-"""A pair's scores to its losses and its move, on the device: `cross_entropy`, `Spsa.tell` and `Sgd.step` in one kernel.
+"""From the scores of a ± pair to its losses and its update, on the device: `cross_entropy`, `Spsa.tell` and `Sgd.update` in one
+kernel.
 
-In float64 as on the host, with the same operations in the same order after the two losses: from these the host works out the
-same update, bit for bit.
+In float64 as on the host. After the two losses it does the same operations in the same order, so that the host computes the same
+update from them, bit for bit.
 """
 
 from __future__ import annotations
@@ -11,69 +12,73 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST = 8192
-"""Scores of one member that the kernel holds, each side rounded up to a power of two."""
-LARGEST = tl.constexpr(3.4028234663852886e38)
-RULE, OUTCOME = 4, 4
-"""Numbers of a rule, in the order of `types.PairRule`; and of an outcome: both losses, keep and the coefficient."""
+MAX_SCORES = 8192
+"""Scores of one member that the kernel can hold, with rows and classes each rounded up to a power of two."""
+FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
+OUTCOME_SIZE = 4
+"""Numbers of an outcome: both losses, keep and the coefficient."""
 
 
 @triton.jit
-def _loss(scores, row, real, column, label, ROWS: tl.constexpr, CLASSES: tl.constexpr, NORMALISED: tl.constexpr):
+def _mean_loss(scores, row, real, column, label, ROWS: tl.constexpr, CLASSES: tl.constexpr, NORMALISED: tl.constexpr):
     """Mean negative log-probability of the labels."""
-    at = row[:, None] * CLASSES + column[None, :]
-    found = tl.load(scores + at, mask=real[:, None] & (column < CLASSES)[None, :], other=0.0).to(tl.float64)
-    found = tl.where((column < CLASSES)[None, :], found, float("-inf"))
-    own = tl.sum(tl.where(column[None, :] == label[:, None], found, 0.0), 1)
+    offset = row[:, None] * CLASSES + column[None, :]
+    logits = tl.load(scores + offset, mask=real[:, None] & (column < CLASSES)[None, :], other=0.0).to(tl.float64)
+    logits = tl.where((column < CLASSES)[None, :], logits, float("-inf"))
+    log_probability = tl.sum(tl.where(column[None, :] == label[:, None], logits, 0.0), 1)
     if not NORMALISED:
-        top = tl.max(found, 1)
-        own -= top + tl.log(tl.sum(tl.exp(found - top[:, None]), 1))
-    return -(tl.sum(tl.where(real, own, 0.0), 0) / ROWS)
+        top = tl.max(logits, 1)
+        log_probability -= top + tl.log(tl.sum(tl.exp(logits - top[:, None]), 1))
+    return -(tl.sum(tl.where(real, log_probability, 0.0), 0) / ROWS)
 
 
 @triton.jit
-def _finite(value):
+def _is_finite(value):
     return tl.abs(value) < float("inf")
 
 
 @triton.jit
-def _judge(scores, labels, rule, seed, move_seed, move_coefs, outcome,
-           ROWS: tl.constexpr, CLASSES: tl.constexpr, NORMALISED: tl.constexpr,
-           MANY: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    row, column = tl.arange(0, MANY), tl.arange(0, WIDE)
+def _compute_update(scores, labels, rule, seed, update_seed, update_coefs, outcome,
+                    ROWS: tl.constexpr, CLASSES: tl.constexpr, NORMALISED: tl.constexpr,
+                    PADDED_ROWS: tl.constexpr, PADDED_CLASSES: tl.constexpr):  # fmt: skip
+    row, column = tl.arange(0, PADDED_ROWS), tl.arange(0, PADDED_CLASSES)
     real = row < ROWS
     label = tl.load(labels + row, mask=real, other=0)
-    up = _loss(scores, row, real, column, label, ROWS, CLASSES, NORMALISED)
-    down = _loss(scores + ROWS * CLASSES, row, real, column, label, ROWS, CLASSES, NORMALISED)
-    spread, rate, clip, keep = tl.load(rule), tl.load(rule + 1), tl.load(rule + 2), tl.load(rule + 3)
+    up = _mean_loss(scores, row, real, column, label, ROWS, CLASSES, NORMALISED)
+    down = _mean_loss(scores + ROWS * CLASSES, row, real, column, label, ROWS, CLASSES, NORMALISED)
+    spread, rate, clip, rule_keep = tl.load(rule), tl.load(rule + 1), tl.load(rule + 2), tl.load(rule + 3)
     slope = (up - down) / spread
     clipped = tl.where(clip > 0.0, tl.maximum(-clip, tl.minimum(clip, slope)), slope)
-    wanted = rate * clipped
-    usable = _finite(up) & _finite(down) & _finite(slope) & _finite(keep) & (tl.abs(wanted) <= LARGEST)
-    coef = tl.where(usable, wanted, 0.0).to(tl.float32)
-    kept = tl.where(usable, keep, 1.0).to(tl.float32)
-    tl.store(move_seed, tl.load(seed))
-    tl.store(move_coefs, kept)
-    tl.store(move_coefs + 1, coef)
+    product = rate * clipped
+    usable = (
+        _is_finite(up) & _is_finite(down) & _is_finite(slope) & _is_finite(rule_keep) & (tl.abs(product) <= FLOAT32_MAX)
+    )
+    coef = tl.where(usable, product, 0.0).to(tl.float32)
+    keep = tl.where(usable, rule_keep, 1.0).to(tl.float32)
+    tl.store(update_seed, tl.load(seed))
+    tl.store(update_coefs, keep)
+    tl.store(update_coefs + 1, coef)
     tl.store(outcome, up)
     tl.store(outcome + 1, down)
-    tl.store(outcome + 2, kept.to(tl.float64))
+    tl.store(outcome + 2, keep.to(tl.float64))
     tl.store(outcome + 3, coef.to(tl.float64))
 
 
-def fits(rows: int, classes: int) -> bool:
-    return bool(triton.next_power_of_2(rows) * triton.next_power_of_2(classes) <= MOST)
+def fits_in_kernel(rows: int, classes: int) -> bool:
+    return bool(triton.next_power_of_2(rows) * triton.next_power_of_2(classes) <= MAX_SCORES)
 
 
-def judge(scores: Tensor, labels: Tensor, rule: Tensor, seed: Tensor, move: tuple[Tensor, Tensor], outcome: Tensor,
-          normalised: bool) -> None:  # fmt: skip
-    """scores[2·rows, classes] of a pair and labels[rows] → `outcome`, and the seed and coefficients of the move.
+def compute_update(scores: Tensor, labels: Tensor, rule: Tensor, seed: Tensor, update: tuple[Tensor, Tensor],
+                   outcome: Tensor, normalised: bool) -> None:  # fmt: skip
+    """scores[2·rows, classes] of a pair and labels[rows] → `outcome`, and the seed and coefficients of the update.
 
-    `rule` and `outcome` are float64; a pair without finite losses makes a move that changes nothing.
+    `rule` holds the numbers of a `PairRule` in order; it and `outcome` are float64. Without finite losses the update changes
+    nothing. `normalised`: the scores are log-probabilities.
     """
     rows, classes = labels.numel(), scores.shape[-1]
     assert scores.is_contiguous() and scores.shape == (2 * rows, classes) and scores.dtype == torch.float32
-    _judge[(1,)](
-        scores, labels, rule, seed, *move, outcome, ROWS=rows, CLASSES=classes, NORMALISED=normalised,
-        MANY=triton.next_power_of_2(rows), WIDE=triton.next_power_of_2(classes), enable_fp_fusion=False,
+    _compute_update[(1,)](
+        scores, labels, rule, seed, *update, outcome, ROWS=rows, CLASSES=classes, NORMALISED=normalised,
+        PADDED_ROWS=triton.next_power_of_2(rows), PADDED_CLASSES=triton.next_power_of_2(classes),
+        enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Weights of sixteen bits: steps of nothing change nothing, small steps are not lost, and float32 is followed."""
+"""16-bit weights: empty steps change nothing, small steps are not lost, and training follows float32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mezzo.engines.torch.engine import TorchEngine
-from mezzo.engines.torch.weights import reference
+from mezzo.engines.torch.weights import reference_ops
 from mezzo.method import rounding
 from mezzo.method.estimators import Spsa
 from mezzo.method.objectives import cross_entropy
@@ -22,11 +22,11 @@ from tests.reference import plain_scores
 EPS = 1e-2
 
 
-def engine_of(dtype: str, space: Space | None = None) -> TorchEngine:
+def make_engine(dtype: str, space: Space | None = None) -> TorchEngine:
     return TorchEngine(make_roberta().to(getattr(torch, dtype)), space or Space("full"))
 
 
-def tiny(dtype: str) -> TorchEngine:
+def make_tiny_engine(dtype: str) -> TorchEngine:
     """One layer, for thousands of steps."""
     from transformers import RobertaConfig, RobertaForMaskedLM
 
@@ -36,8 +36,8 @@ def tiny(dtype: str) -> TorchEngine:
     return TorchEngine(settled(RobertaForMaskedLM(config)).to(getattr(torch, dtype)), Space("full"))
 
 
-def learnable(count: int) -> Batch:
-    """Short prompts whose label is told by one token, read where that token stands."""
+def make_learnable_batch(count: int) -> Batch:
+    """Short prompts whose label depends on one token, read at that token."""
     rng = np.random.default_rng(0)
     prompts = []
     for index in range(count):
@@ -47,21 +47,21 @@ def learnable(count: int) -> Batch:
     return Batch(tuple(prompts), Readout("words", words=(11, 47)))
 
 
-def curve(engine: TorchEngine, batch: Batch, steps: int, lr: float) -> np.ndarray:
+def loss_curve(engine: TorchEngine, batch: Batch, steps: int, lr: float) -> np.ndarray:
     """Training losses, the mean of both signs, averaged over a tenth of the run at a time."""
     estimator, optimizer = Spsa(seed=5, eps=EPS), Sgd(lambda _: lr)
     losses = []
     for step in range(steps):
         probes = estimator.ask(step)
-        found = cross_entropy(engine.score(batch, probes), batch)
-        engine.apply([optimizer.update(estimator.tell(probes, found), step)])
-        losses.append(found.mean())
+        values = cross_entropy(engine.score(batch, probes), batch)
+        engine.apply([optimizer.update(estimator.tell(probes, values), step)])
+        losses.append(values.mean())
     return np.array(losses).reshape(10, -1).mean(axis=1)
 
 
-@pytest.mark.parametrize("dtype", rounding.SHORT)
-def test_a_thousand_steps_at_no_rate_change_nothing(dtype):
-    engine, batch = tiny(dtype), make_batch(2, lengths=(4, 6))
+@pytest.mark.parametrize("dtype", rounding.DTYPES)
+def test_a_thousand_steps_with_a_rate_of_zero_change_nothing(dtype):
+    engine, batch = make_tiny_engine(dtype), make_batch(2, lengths=(4, 6))
     estimator, optimizer = Spsa(seed=1, eps=EPS), Sgd(lambda _: 0.0)
     before = engine.digest()
     for step in range(1000):
@@ -70,47 +70,47 @@ def test_a_thousand_steps_at_no_rate_change_nothing(dtype):
         assert slopes[0].value != 0.0
         update = optimizer.update(slopes, step)
         engine.apply([update])
-        engine.population.apply(update)  # `apply` leaves an empty update out; its rounding would change nothing either
+        engine.population.apply(update)  # `apply` skips an empty update; its rounding changes nothing either
     assert engine.digest() == before
 
 
 @pytest.mark.slow
-def test_two_thousand_small_steps_follow_float32_and_plain_rounding_does_not(monkeypatch):
-    """Steps are far below half the distance of neighbouring weights: rounded to nearest, they are lost."""
-    batch, steps, lr = learnable(4), 2000, 3e-6
-    exact = curve(tiny("float32"), batch, steps, lr)
+def test_two_thousand_small_steps_follow_float32_but_not_with_rounding_to_nearest(monkeypatch):
+    """Steps are far smaller than half the distance of neighbouring weights: rounded to nearest, they are lost."""
+    batch, steps, lr = make_learnable_batch(4), 2000, 3e-6
+    exact = loss_curve(make_tiny_engine("float32"), batch, steps, lr)
     learned = exact[0] - exact[-1]
     assert learned > 0.03, exact
 
-    def strayed(dtype: str) -> float:
+    def distance(dtype: str) -> float:
         """Largest distance from the float32 curve, as a share of what float32 learned."""
-        return float(np.abs(curve(tiny(dtype), batch, steps, lr) - exact).max() / learned)
+        return float(np.abs(loss_curve(make_tiny_engine(dtype), batch, steps, lr) - exact).max() / learned)
 
-    for dtype in rounding.SHORT:
-        assert strayed(dtype) < 0.2, dtype
-    monkeypatch.setattr(reference, "store", lambda target, values, random: target.copy_(values))
-    for dtype in rounding.SHORT:
-        assert strayed(dtype) > 0.4, dtype
+    for dtype in rounding.DTYPES:
+        assert distance(dtype) < 0.2, dtype
+    monkeypatch.setattr(reference_ops, "store_rounded", lambda target, values, random: target.copy_(values))
+    for dtype in rounding.DTYPES:
+        assert distance(dtype) > 0.4, dtype
 
 
-@pytest.mark.parametrize("dtype", rounding.SHORT)
-def test_what_is_stored_in_sixteen_bits_and_what_is_not(dtype):
-    """Tensors of the model keep its type; LoRA's own factors are float32, as PEFT trains them."""
+@pytest.mark.parametrize("dtype", rounding.DTYPES)
+def test_tensors_of_the_model_are_stored_in_16_bits_and_lora_factors_are_not(dtype):
+    """Tensors of the model keep its dtype; LoRA factors are float32, as PEFT trains them."""
     short = getattr(torch, dtype)
-    full = engine_of(dtype)
+    full = make_engine(dtype)
     assert {full.population.value(t.name).dtype for t in full.trained} == {short}
     assert {p.dtype for p in full.model.parameters()} == {short}
-    lora = engine_of(dtype, Space("lora"))
+    lora = make_engine(dtype, Space("lora"))
     assert {lora.population.value(t.name).dtype for t in lora.trained} == {torch.float32}
 
 
-@pytest.mark.parametrize("dtype", rounding.SHORT)
+@pytest.mark.parametrize("dtype", rounding.DTYPES)
 @pytest.mark.parametrize("space", [Space("full"), Space("lora"), Space("matrices", noise_rank=4)], ids=lambda s: s.kind)
 def test_state_digest_and_merged_model_agree(dtype, space):
     pristine = make_llama().to(getattr(torch, dtype))
     engine, twin = (TorchEngine(copy.deepcopy(pristine), space) for _ in range(2))
     batch = make_batch()
-    curve(engine, batch, 10, 1e-3)
+    loss_curve(engine, batch, 10, 1e-3)
     twin.load_state(engine.state())
     assert twin.digest() == engine.digest() != TorchEngine(copy.deepcopy(pristine), space).digest()
     np.testing.assert_array_equal(twin.score(batch, [Probe()]), engine.score(batch, [Probe()]))
@@ -122,9 +122,9 @@ def test_state_digest_and_merged_model_agree(dtype, space):
     )
 
 
-def test_gains_near_one_feel_a_small_perturbation():
-    """In bfloat16 the neighbours of 1 are 4e-3 and 8e-3 away: a vector is perturbed in float32 or not at all."""
-    engine = engine_of("bfloat16", Space("*LayerNorm.weight"))
+def test_a_small_perturbation_changes_gains_near_one():
+    """In bfloat16 the neighbours of 1 are 4e-3 and 8e-3 away: vectors must be perturbed in float32."""
+    engine = make_engine("bfloat16", Space("*LayerNorm.weight"))
     batch = make_batch()
     plus, minus = engine.score(batch, [Probe(((1, 1e-4),)), Probe(((1, -1e-4),))])
     assert np.abs(plus - minus).max() > 1e-5
