@@ -33,7 +33,7 @@ PAIR = (Probe(((7, 0.02),)), Probe(((7, -0.02),)))
 @pytest.fixture(params=[64 * 1024, 0], ids=["flat", "one-by-one"])
 def small(request, monkeypatch):
     """Tensors in the flat buffer, and each on its own."""
-    monkeypatch.setattr(flat_buffer, "SMALL", request.param)
+    monkeypatch.setattr(flat_buffer, "MAX_SMALL_ELEMENTS", request.param)
 
 
 def engine_of(model: torch.nn.Module, space: Space, kind: str = "rademacher", **extra) -> TorchEngine:
@@ -214,7 +214,7 @@ def test_steps_with_graphs_equal_steps_without(space):
 
 @on_a_gpu
 def test_number_of_graphs_is_limited(monkeypatch):
-    monkeypatch.setattr("mezzo.engines.torch.gpu.graphs.MOST", 3)
+    monkeypatch.setattr("mezzo.engines.torch.gpu.graphs.MAX_SHAPES", 3)
     engine = engine_of(make_roberta(), SPACES["lora"], micro_batch=MicroBatch(4, pad_to=8))
     for length in (5, 12, 20, 28, 5, 12, 20, 28):
         for _ in range(3):
