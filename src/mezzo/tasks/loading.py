@@ -96,11 +96,10 @@ def _table_from_path(path: Path, options: _LoadOptions, split: str | None, encod
 
 def _split_file(folder: Path, split: str | None) -> Path:
     files = {path.stem: path for suffix in reversed(READERS) for path in sorted(folder.glob(f"*{suffix}"))}
-    if split is not None:
-        names = next((names for names in _SPLITS if split in names), ())
-        for name in (split, *names):
-            if name in files:
-                return files[name]
+    synonyms = next((names for names in _SPLITS if split in names), ())
+    for name in (split or "", *synonyms):
+        if name in files:
+            return files[name]
     found = ", ".join(sorted(path.name for path in files.values())) or "no data files"
     problem = "name a split" if split is None else f"no file for split {split!r}"
     raise DataError(f"{folder} is a folder: {problem}; found {found}")
