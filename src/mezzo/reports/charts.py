@@ -68,12 +68,11 @@ def comparison_charts(runs: Sequence[RunData]) -> list[Chart]:
     evaluated = [(colour, name, run.metrics.evaluations) for colour, (name, run) in named if run.metrics.evaluations]
     metric = [_evaluation_series(name, evaluations, "value", colour) for colour, name, evaluations in evaluated]
     loss = [Series(name, *_aggregate(run, run.losses)[:2], colour) for colour, (name, run) in named if run.records]
-    charts = []
-    if metric:
-        charts.append(Chart("compare-metric", f"dev {runs[0].metric}", tuple(metric), percent=True))
-    if loss:
-        charts.append(Chart("compare-loss", "training loss", tuple(loss)))
-    return charts
+    charts = (
+        Chart("compare-metric", f"dev {runs[0].metric}", tuple(metric), percent=True),
+        Chart("compare-loss", "training loss", tuple(loss)),
+    )
+    return [chart for chart in charts if chart.series]
 
 
 # --- one function per chart

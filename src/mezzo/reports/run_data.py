@@ -41,10 +41,6 @@ class RunData:
         return self.path.resolve().name
 
     @property
-    def task(self) -> Mapping[str, Any]:
-        return self.header.task
-
-    @property
     def planned_steps(self) -> int:
         return int(finite_number(self.config.get("steps")) or self.steps)
 
@@ -79,17 +75,17 @@ class RunData:
 
     @property
     def verdict(self) -> Verdict:
-        warnings, failure, final = self.metrics.warnings, self.metrics.failure, self.metrics.final
-        if failure:
+        metrics, final = self.metrics, self.metrics.final
+        if failure := metrics.failure:
             return Verdict("diverged" if "not a number" in failure else "failed", "bad", failure)
-        if not self.metrics.result:
-            bad = [each.text for each in warnings if each.kind in ("diverging", "no signal", "overfitting")]
+        if not metrics.result:
+            bad = [each.text for each in metrics.warnings if each.kind in ("diverging", "no signal", "overfitting")]
             reason = f"step {self.steps} of {self.planned_steps}" + (f": {bad[-1]}" if bad else "")
             hint = "" if self.running else f"; continue with: mezzo train --resume {self.path}"
             return Verdict("running" if self.running else "unfinished", "bad" if bad else "neutral", reason + hint)
-        kinds = {warning.kind for warning in warnings}
+        kinds = {warning.kind for warning in metrics.warnings}
         zero_shot, calibrated = (
-            finite_number(self.metrics.result.get(key)) for key in ("zero_shot", "zero_shot_calibrated")
+            finite_number(metrics.result.get(key)) for key in ("zero_shot", "zero_shot_calibrated")
         )
         value, interval, step = (final.value, final.interval, final.step) if final else (None, None, 0)
         return verdict(kinds, value, interval, zero_shot, calibrated, step)

@@ -41,7 +41,7 @@ def _title(run: RunData, one_of_several: bool) -> str:
     verdict = run.verdict
     counts = ((split, finite_number(run.metrics.start.get(split))) for split in ("train", "dev", "test"))
     data = ", ".join(f"{count:,.0f} {split}" for split, count in counts if count)
-    subtitle = f"{run.config.get('model')} · {run.task.get('name', '?')} · {data} examples"
+    subtitle = f"{run.config.get('model')} · {run.header.task.get('name', '?')} · {data} examples"
     return (
         f'<{level}>{escape(run.name)}</{level}><p class="soft">{escape(subtitle)}</p>'
         f'<div class="verdict {verdict.tone}"><strong>{escape(verdict.word)}</strong>{escape(verdict.reason)}</div>'
@@ -132,7 +132,7 @@ def _mistake(row: Mapping[str, Any]) -> str:
 
 
 def _training_facts(run: RunData) -> str:
-    config, task, start = run.config, run.task, run.metrics.start
+    config, task, start = run.config, run.header.task, run.metrics.start
     kinds = Counter(tensor.kind for tensor in run.header.tensors)
     words, labels = task.get("words"), task.get("labels")
     if isinstance(words, (list, tuple)) and isinstance(labels, (list, tuple)):

@@ -168,8 +168,7 @@ def _text(x: float, y: float, text: str, style: str = "") -> str:
 
 def _format_y(chart: Chart, value: float) -> str:
     if chart.percent:
-        text = f"{100 * value:.1f}".rstrip("0").rstrip(".")
-        return f"{text}%"
+        return f"{100 * value:.1f}".rstrip("0").rstrip(".") + "%"
     return _format_number(value)
 
 

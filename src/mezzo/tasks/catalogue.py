@@ -155,10 +155,7 @@ CAUSAL: dict[str, Fields] = {
         **_FALSE_TRUE,
         "columns": ("text", "span2", "span1"),
         "template": '{text}\nIn the previous sentence, does the pronoun "{span2}" refer to {span1}? Yes or No?\n',
-        "column_aliases": {
-            "span1": ("span1_text", "target.span1_text"),
-            "span2": ("span2_text", "target.span2_text"),
-        },
+        "column_aliases": {span: (f"{span}_text", f"target.{span}_text") for span in ("span1", "span2")},
         "sample": {"text": "The cup fell off the shelf because it was wet.", "span1": "The cup", "span2": "it"},
     },
     "wic": {

@@ -192,11 +192,9 @@ def _expand_rows(table: Table) -> Iterator[tuple[int, Row]]:
 def _field(value: Any, column: str, task: Task, where: str) -> str | list[str]:
     if column in task.candidates and isinstance(value, list | tuple):
         return [_check_encodable(text, column, where) for text in as_texts(value)]
-    if isinstance(value, str):
-        return _check_encodable(value, column, where)
     if value is None or isinstance(value, list | tuple | Mapping):
         raise DataError(f"{where}: {column!r} is {'null' if value is None else 'not text'}; give a string")
-    return str(value)
+    return _check_encodable(str(value), column, where)
 
 
 def _check_encodable(text: str, column: str, where: str) -> str:

@@ -145,11 +145,9 @@ class Task:
         for name in ("id_orders", "label_aliases", "column_aliases", "rewrite", "sample"):
             if not isinstance(getattr(self, name), Mapping):
                 raise TaskError(f"{name} is {getattr(self, name)!r}; give a table")
-        words = self.words
-        if isinstance(words, Mapping):
-            words = order_by_label(words, self.labels or tuple(words))
+        if isinstance(self.words, Mapping):
             object.__setattr__(self, "labels", self.labels or tuple(self.words))
-        object.__setattr__(self, "words", words)
+            object.__setattr__(self, "words", order_by_label(self.words, self.labels))
         for name in ("columns", "labels", "words", "candidates", "fill", "layout"):
             object.__setattr__(self, name, _strings(name, getattr(self, name)))
         for name in ("id_orders", "column_aliases"):
