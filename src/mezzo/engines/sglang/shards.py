@@ -37,6 +37,10 @@ class Shard:
         """The shard itself, a view of the layer's weight."""
         return self.layer.weight.data[self.local_rows]  # type: ignore[no-any-return]
 
+    def load(self, matrix: Tensor) -> None:
+        """Copy this rank's share of the complete matrix into its place."""
+        self.weight.copy_(matrix[slice(*self.rows), slice(*self.cols)])
+
 
 def layer_shards(path: str, layer: Any) -> Iterator[Shard]:
     """The shards in one of SGLang's linear layers (fused or not) at a module path."""
