@@ -91,6 +91,15 @@ class Failure:
         return exception
 
 
+def parse_reply(data: bytes) -> Reply:
+    """The reply in these bytes; raise the exception that a failure stands for."""
+    reply = deserialize(data)
+    if isinstance(reply, Failure):
+        raise reply.to_exception()
+    assert isinstance(reply, Reply)
+    return reply
+
+
 def serialize(message: Any) -> bytes:
     return pickle.dumps(message, protocol=5)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.engines.sglang.inprocess.batch_layout import build_batch, free_batch
+from mezzo.engines.sglang.inprocess.batch_layout import build_batch
 from mezzo.engines.sglang.token_rows import TokenCounts, TokenRow, common_prefix, shared_prompts
 from mezzo.errors import RunFailed
 from mezzo.types import Readout
@@ -83,7 +83,8 @@ class Forward:
         batch = build_batch(self.scheduler, reqs, [row.ids for row in rows])
         self.token_counts += TokenCounts(sum(batch.prefix_lens), sum(batch.extend_lens))
         output = self._run(batch, tuple(row.position for row in rows) * len(probes), readout)
-        free_batch(batch)  # while the device is still busy: what comes next in its queue may write there
+        # Free its memory while the device is still busy: what comes next in its queue may write there.
+        batch.token_to_kv_pool_allocator.free(batch.out_cache_loc)
         if not self.causal:
             return output.float().cpu()
         scores = output.float().log_softmax(-1) if readout.vocabulary else output
