@@ -109,8 +109,7 @@ class WorkersEngine(ABC):
         return str(self._agreed_value("weights", operator.eq, "digest"))
 
     def state(self) -> dict[str, npt.NDArray[np.generic]]:
-        tensors: dict[str, npt.NDArray[np.generic]] = self.request_any("state")
-        return tensors
+        return self.request_any("state")
 
     def load_state(self, tensors: Mapping[str, npt.NDArray[np.generic]]) -> None:
         raise RunFailed("weights are not sent to workers: they are brought to a position of the journal")

@@ -87,8 +87,7 @@ class Failure:
     """The worker's state is unknown: it must not be used again."""
 
     def to_exception(self) -> MezzoError:
-        exception: MezzoError = getattr(errors, self.error, RunFailed)(self.message)
-        return exception
+        return getattr(errors, self.error, RunFailed)(self.message)
 
 
 def parse_reply(data: bytes) -> Reply:

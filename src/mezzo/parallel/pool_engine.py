@@ -42,7 +42,12 @@ class PoolEngine(WorkersEngine):
         return len(self.supervisor.ready_workers)
 
     def score(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
-        self._apply_requested_count()
+        """The scores; workers are started or stopped first if the run folder asks for another number of them."""
+        requested, current = self.requested_count(), self.supervisor.target_count
+        if requested is not None and requested != current:
+            self.report(f"{requested} workers are wanted from now on; there were {current}")
+            self.supervisor.target_count = requested
+        self.supervisor.start_or_stop_workers()
         return super().score(batch, probes)
 
     def compute_units(
@@ -87,11 +92,3 @@ class PoolEngine(WorkersEngine):
                 elif not reply.fatal:
                     raise reply.to_exception()
         return values or self._request_idle(kind, arguments, limit)  # none: all of them were lost
-
-    def _apply_requested_count(self) -> None:
-        """Start or stop workers when the run folder asks for another number of them."""
-        requested, current = self.requested_count(), self.supervisor.target_count
-        if requested is not None and requested != current:
-            self.report(f"{requested} workers are wanted from now on; there were {current}")
-            self.supervisor.target_count = requested
-        self.supervisor.start_or_stop_workers()

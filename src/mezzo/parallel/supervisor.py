@@ -39,10 +39,6 @@ class WorkerHandle:
     facts: WorkerFacts | None = None
 
     @property
-    def name(self) -> str:
-        return f"worker {self.number}"
-
-    @property
     def is_idle(self) -> bool:
         return self.position is not None and self.request is None
 
@@ -102,9 +98,10 @@ class Supervisor:
             return
         self._remove(worker)
         self.stats.lost += 1
-        self.report(f"{worker.name} {reason}; a new one starts from the base model and the journal")
+        problem = f"worker {worker.number} {reason}"
+        self.report(f"{problem}; a new one starts from the base model and the journal")
         if counts_as_loss:
-            self._count_loss(f"{worker.name} {reason}")
+            self._count_loss(problem)
 
     def _replace_overdue_workers(self) -> None:
         """Replace workers that have not replied within their timeout."""

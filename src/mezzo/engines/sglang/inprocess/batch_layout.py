@@ -75,7 +75,7 @@ def build_batch(scheduler: Any, reqs: Sequence[Any], rows: Sequence[tuple[int, .
 def _cached_prefix(tree: Any, req: Any) -> Tensor:
     """Where SGLang's tree holds the beginning of a request."""
     if hasattr(req, "prefix_indices"):  # up to 0.5.17
-        return req.prefix_indices  # type: ignore[no-any-return]
+        return req.prefix_indices
     return tree.prefix_device_indices(req) if req.prefix_len else torch.empty(0, dtype=torch.int64)
 
 
@@ -84,4 +84,4 @@ def _to_device(device: torch.device, *arrays: np.ndarray[Any, Any]) -> tuple[Ten
     joined = torch.from_numpy(np.concatenate(arrays))
     if device.type == "cuda":
         joined = joined.pin_memory().to(device, non_blocking=True)
-    return torch.split(joined, [len(array) for array in arrays])  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
+    return torch.split(joined, [len(array) for array in arrays])  # type: ignore[no-untyped-call, unused-ignore]

@@ -54,7 +54,7 @@ class InProcessEngine(SGLangEngine):
             members=min(self.micro_batch.members, len(self.adapters)),
         )
         self.token_counts += token_counts
-        return scores  # type: ignore[no-any-return]
+        return scores
 
     def apply(self, updates: Sequence[Update]) -> None:
         refuse_space(self.space)

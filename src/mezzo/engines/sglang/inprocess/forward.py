@@ -94,7 +94,7 @@ class Forward:
         """Next-token logits of a causal model; label-word scores of an encoder, which leave SGLang as embeddings."""
         if self.causal:
             output = self.scheduler.tp_worker.forward_batch_generation(batch, is_verify=True).logits_output
-            return output.next_token_logits  # type: ignore[no-any-return]
+            return output.next_token_logits
         from mezzo.engines.sglang.models.roberta import MaskReadout
 
         self.runner.model.mask_readout = MaskReadout(positions, readout.words, readout.vocabulary)
