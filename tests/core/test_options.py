@@ -138,11 +138,11 @@ def test_sglang_trains_what_it_declares():
 
 
 def test_engines_that_declare_it_generate():
-    from mezzo.engines.sglang.inprocess.engine import SGLangEngine
+    from mezzo.engines.sglang.inprocess.engine import InProcessEngine
     from mezzo.engines.sglang.server.engine import ServerEngine
     from mezzo.engines.torch.engine import TorchEngine
 
-    for name, classes in {"torch": [TorchEngine], "sglang": [SGLangEngine, ServerEngine]}.items():
+    for name, classes in {"torch": [TorchEngine], "sglang": [InProcessEngine, ServerEngine]}.items():
         for cls in classes:
             assert ENGINES[name].generates == callable(getattr(cls, "generate", None))
             assert all(
