@@ -11,7 +11,7 @@ from mezzo import api
 from mezzo.config import OPTIONS
 from mezzo.journal.journal import read
 from mezzo.method.space import SPACES
-from tests.processes import kill_after, start, wait_for
+from tests.processes import kill_after, start_run, wait_for_lines
 
 STEPS = 110
 EVERY = [(space, "float32") for space in (*SPACES, "*attention*")]
@@ -46,8 +46,8 @@ def test_three_kills(space, dtype, options, tmp_path):
     run, chance, places = tmp_path / "killed", random.Random(f"{space}{dtype}"), []
     for kill in range(3):
         fresh = not (run / "journal.jsonl").exists()
-        process = start({**options, "out": str(run)} if fresh else {"resume": str(run), "threads": 1})
-        wait_for(run / "journal.jsonl", 20 * (kill + 1))  # further on each time
+        process = start_run({**options, "out": str(run)} if fresh else {"resume": str(run), "threads": 1})
+        wait_for_lines(run / "journal.jsonl", 20 * (kill + 1))  # further on each time
         assert kill_after(process, chance.random() * 0.02), "the run was over before it could be killed"
         places.append(read(run).steps)
     assert 0 < places[0] < places[1] < places[2] < STEPS

@@ -19,7 +19,7 @@ from mezzo import api
 from mezzo.engines.torch.catalog import digest_of
 from mezzo.errors import ConfigError, JournalError, RunFailed
 from mezzo.journal.journal import read
-from tests.processes import kill_after, start, wait_for
+from tests.processes import kill_after, start_run, wait_for_lines
 
 STEPS = 400
 
@@ -54,11 +54,11 @@ def test_twenty_kills_end_at_the_digest_of_an_undisturbed_run(options, tmp_path)
     kills, positions = 0, set()
     while kills < 20:
         fresh = not (run / "journal.jsonl").exists()
-        process = start({**options, "out": str(run)} if fresh else resumed(run))
+        process = start_run({**options, "out": str(run)} if fresh else resumed(run))
         before = read(run).steps if not fresh else 0
         if before < STEPS - 40 and chance.random() < 0.8:
             # Wait for a few steps more, so that kills fall at many places of the run and not all in its start.
-            wait_for(run / "journal.jsonl", before + chance.randrange(2, 18))
+            wait_for_lines(run / "journal.jsonl", before + chance.randrange(2, 18))
         if kill_after(process, chance.random() * 0.05):
             kills += 1
         if (run / "journal.jsonl").exists() and (run / "journal.jsonl").stat().st_size:
@@ -91,7 +91,7 @@ def test_rebuild_gives_the_live_digest(options, tmp_path, space, noise):
 def test_a_disk_that_fills_ends_the_run_and_loses_nothing(options, tmp_path):
     whole = api.finetune(**options, out=str(tmp_path / "whole"))
     run = tmp_path / "full"
-    process = start({**options, "out": str(run)}, largest_file=40_000, said=str(tmp_path / "said"))
+    process = start_run({**options, "out": str(run)}, largest_file=40_000, said=str(tmp_path / "said"))
     process.join(120)
     assert process.exitcode == 1
     assert f"continue with --resume {run}" in (tmp_path / "said").read_text()
@@ -106,7 +106,7 @@ def test_a_real_full_disk(options, tmp_path):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("mounting a small disk is not permitted here")
     try:
-        process = start({**options, "out": str(disk / "run"), "snapshot_minutes": 10}, said=str(tmp_path / "said"))
+        process = start_run({**options, "out": str(disk / "run"), "snapshot_minutes": 10}, said=str(tmp_path / "said"))
         process.join(120)
         assert process.exitcode == 1
         assert "the disk is full" in (tmp_path / "said").read_text()
@@ -126,8 +126,8 @@ def test_an_unwritable_folder_is_explained(options, tmp_path):
 def test_ctrl_c_ends_cleanly_and_resumes(options, tmp_path):
     whole = api.finetune(**options, out=str(tmp_path / "whole"))
     run = tmp_path / "stopped"
-    process = start({**options, "out": str(run)})
-    wait_for(run / "journal.jsonl", 20)
+    process = start_run({**options, "out": str(run)})
+    wait_for_lines(run / "journal.jsonl", 20)
     assert process.pid
     os.kill(process.pid, signal.SIGINT)
     process.join(60)
