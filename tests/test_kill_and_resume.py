@@ -1,4 +1,4 @@
-"""Killed three times, in every space and every type of weights: the run ends where an undisturbed one ends."""
+"""In every space and dtype, a run that is killed three times and resumed gives the digest of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mezzo.method.space import SPACES
 from tests.processes import kill_after, start_run, wait_for_lines
 
 STEPS = 110
-EVERY = [(space, "float32") for space in (*SPACES, "*attention*")]
-EVERY += [(space, dtype) for space in SPACES for dtype in OPTIONS["dtype"].values if dtype != "float32"]
+CASES = [(space, "float32") for space in (*SPACES, "*attention*")]
+CASES += [(space, dtype) for space in SPACES for dtype in OPTIONS["dtype"].values if dtype != "float32"]
 
 
 @pytest.fixture
@@ -39,16 +39,16 @@ def options(tiny_folder: str, tiny_data: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("space", "dtype"), EVERY)
-def test_three_kills(space, dtype, options, tmp_path):
+@pytest.mark.parametrize(("space", "dtype"), CASES)
+def test_resume_after_three_kills_gives_same_digest(space, dtype, options, tmp_path):
     options |= {"space": space, "dtype": dtype, "weight_decay": 0.1}
-    whole = api.finetune(**{**options, "snapshot_minutes": 5}, out=str(tmp_path / "whole"))
-    run, chance, places = tmp_path / "killed", random.Random(f"{space}{dtype}"), []
+    uninterrupted = api.finetune(**{**options, "snapshot_minutes": 5}, out=str(tmp_path / "uninterrupted"))
+    run, rng, steps_at_kill = tmp_path / "killed", random.Random(f"{space}{dtype}"), []
     for kill in range(3):
         fresh = not (run / "journal.jsonl").exists()
         process = start_run({**options, "out": str(run)} if fresh else {"resume": str(run), "threads": 1})
-        wait_for_lines(run / "journal.jsonl", 20 * (kill + 1))  # further on each time
-        assert kill_after(process, chance.random() * 0.02), "the run was over before it could be killed"
-        places.append(read(run).steps)
-    assert 0 < places[0] < places[1] < places[2] < STEPS
-    assert api.finetune(resume=str(run), threads=1).digest == whole.digest
+        wait_for_lines(run / "journal.jsonl", 20 * (kill + 1))  # later each time
+        assert kill_after(process, rng.random() * 0.02), "the run finished before it was killed"
+        steps_at_kill.append(read(run).steps)
+    assert 0 < steps_at_kill[0] < steps_at_kill[1] < steps_at_kill[2] < STEPS
+    assert api.finetune(resume=str(run), threads=1).digest == uninterrupted.digest

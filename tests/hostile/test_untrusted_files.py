@@ -21,8 +21,7 @@ from mezzo.journal.compact import MAGIC, MAX_TERMS, export_compact
 from mezzo.journal.journal import NAME, read
 from mezzo.replay.snapshots import Snapshots
 from mezzo.runs.folder import Folder
-from mezzo.tasks import load_examples
-from mezzo.tasks import readers
+from mezzo.tasks import load_examples, readers
 from tests.hostile.files import (
     copy_run,
     eval_command,
