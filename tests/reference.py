@@ -13,7 +13,7 @@ from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, TrainedTensor
 
 
-def direction(trained: TrainedTensor, kind: noise.Kind, seed: int) -> np.ndarray:
+def z_of(trained: TrainedTensor, kind: noise.Kind, seed: int) -> np.ndarray:
     """The direction z(seed) of one tensor, in NumPy alone."""
     if trained.rank:
         left, right = noise.factors(seed, trained.name, trained.shape, trained.rank)
@@ -31,7 +31,7 @@ def plain_model(
 ) -> torch.nn.Module:
     """A copy of `model` whose own weights are the trained `values`, perturbed to the probe."""
     perturbed = {
-        t.name: values[t.name] + sum(scale * direction(t, kind, seed) for seed, scale in probe.terms) for t in trained
+        t.name: values[t.name] + sum(scale * z_of(t, kind, seed) for seed, scale in probe.terms) for t in trained
     }
     plain = copy.deepcopy(model)
     parameters = dict(plain.named_parameters())

@@ -48,7 +48,7 @@ def test_resume_and_replay_give_the_digest_of_the_run(options, tmp_path, space, 
 
 
 @pytest.mark.parametrize("dtype", rounding.SHORT)
-def test_exports_load_in_transformers_and_peft(options, tmp_path, dtype):
+def test_exports_load_elsewhere(options, tmp_path, dtype):
     from peft import PeftModel
     from transformers import AutoModelForMaskedLM
 

@@ -24,7 +24,7 @@ from mezzo.journal.journal import Journal, read
 from mezzo.method.space import Space
 from mezzo.types import Batch, MicroBatch, Probe, Prompt, Readout
 from tests.conftest import make_batch, make_llama, make_roberta
-from tests.reference import direction
+from tests.reference import z_of
 from tests.torch_engine.test_families import FAMILIES, REFUSED, make
 
 PREFIX = Space("prefix", tokens=3)
@@ -44,7 +44,7 @@ def moved(engine: TorchEngine, probe: Probe) -> dict[str, torch.Tensor]:
     state = engine.state()
     return {
         t.name: torch.from_numpy(
-            (state[t.name] + sum(c * direction(t, "rademacher", s) for s, c in probe.terms)).astype(np.float32)
+            (state[t.name] + sum(c * z_of(t, "rademacher", s) for s, c in probe.terms)).astype(np.float32)
         )
         for t in engine.trained
     }

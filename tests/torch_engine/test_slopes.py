@@ -13,7 +13,7 @@ from mezzo.method.estimators import Spsa
 from mezzo.method.objectives import cross_entropy
 from mezzo.method.space import Space
 from tests.conftest import make_batch, make_llama, make_roberta
-from tests.reference import direction
+from tests.reference import z_of
 from tests.torch_engine.test_recipe import loss_of
 
 
@@ -39,7 +39,7 @@ def test_slopes_agree_with_autograd(make, space, kind):
     estimator = Spsa(seed=1, eps=1e-3, samples=8)
     probes = estimator.ask(0)
     slopes = estimator.tell(probes, cross_entropy(engine.score(batch, probes), batch))
-    expected = [sum((grads[t.name] * direction(t, kind, s.seed)).sum() for t in engine.trained) for s in slopes]
+    expected = [sum((grads[t.name] * z_of(t, kind, s.seed)).sum() for t in engine.trained) for s in slopes]
     scale = np.sqrt(np.mean(np.square(expected)))
     np.testing.assert_allclose([s.value for s in slopes], expected, rtol=0.01, atol=0.01 * scale)
 
@@ -67,7 +67,7 @@ def test_lora_slopes_agree_with_autograd(make):
     probes = estimator.ask(0)
     slopes = estimator.tell(probes, cross_entropy(engine.score(batch, probes), batch))
     grads = {name: tensor.grad.numpy().astype(np.float64) for name, tensor in factors.items()}
-    expected = [sum((grads[t.name] * direction(t, "rademacher", s.seed)).sum() for t in engine.trained) for s in slopes]
+    expected = [sum((grads[t.name] * z_of(t, "rademacher", s.seed)).sum() for t in engine.trained) for s in slopes]
     scale = np.sqrt(np.mean(np.square(expected)))
     np.testing.assert_allclose([s.value for s in slopes], expected, rtol=0.01, atol=0.01 * scale)
 
@@ -87,7 +87,7 @@ def test_the_average_converges_to_the_gradient_as_it_should():
         probes = estimator.ask(step)
         (slope,) = estimator.tell(probes, cross_entropy(engine.score(batch, probes), batch))
         for t in engine.trained:
-            total[t.name] += slope.value * direction(t, "rademacher", slope.seed)
+            total[t.name] += slope.value * z_of(t, "rademacher", slope.seed)
         engine.population.source.forget()
     a = np.concatenate([total[name].ravel() for name in grads])
     b = np.concatenate([grads[name].ravel() for name in grads])
