@@ -153,7 +153,7 @@ def test_merged_model_keeps_the_default_settings_of_the_bundled_model(tmp_path, 
         '{"space": null}': "'space' must be the name of one, not null",
     }.items():
         (merged / "mezzo.json").write_text(content)
-        with pytest.raises(ModelError, match=rf"mezzo.json cannot be used: {reason}.*; mend or delete it$"):
+        with pytest.raises(ModelError, match=rf"mezzo.json cannot be used: {reason}.*; fix or delete it$"):
             mezzo.finetune(str(merged), steps=1)
 
 
