@@ -20,7 +20,7 @@ from mezzo.engines.sglang.support import refuse_space
 from mezzo.errors import ConfigError, SpaceError
 from mezzo.method import noise
 from mezzo.method.space import ADAPTERS, SPACES, Space, select
-from mezzo.runs import setup
+from mezzo.runs.setup import resolve_setup
 from mezzo.types import TensorInfo
 
 # ---- options
@@ -155,7 +155,7 @@ def test_workers_and_generation_are_refused_for_engines_without_them(monkeypatch
     with pytest.raises(ConfigError, match="workers cannot run the small engine"):
         from_mapping({"engine": "small", "workers": 2})
     with pytest.raises(ConfigError, match="the small engine does not produce"):
-        setup.prepare(api.resolve({"engine": "small", "model": "mezzo/llama-mini", "task": "squad"}))
+        resolve_setup(api.resolve({"engine": "small", "model": "mezzo/llama-mini", "task": "squad"}))
 
 
 def test_unknown_engine_is_refused():
