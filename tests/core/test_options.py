@@ -138,11 +138,11 @@ def test_sglang_trains_what_it_declares():
 
 
 def test_engines_that_declare_it_generate():
-    from mezzo.engines.sglang.inprocess.engine import SGLangEngine
+    from mezzo.engines.sglang.inprocess.engine import InProcessEngine
     from mezzo.engines.sglang.server.engine import ServerEngine
     from mezzo.engines.torch.engine import TorchEngine
 
-    for name, classes in {"torch": [TorchEngine], "sglang": [SGLangEngine, ServerEngine]}.items():
+    for name, classes in {"torch": [TorchEngine], "sglang": [InProcessEngine, ServerEngine]}.items():
         for cls in classes:
             assert ENGINES[name].generates == callable(getattr(cls, "generate", None))
             assert all(
@@ -155,7 +155,7 @@ def test_workers_and_generation_are_refused_for_engines_without_them(monkeypatch
     with pytest.raises(ConfigError, match="workers cannot run the small engine"):
         from_mapping({"engine": "small", "workers": 2})
     with pytest.raises(ConfigError, match="the small engine does not produce"):
-        setup.prepare(api.resolve({"engine": "small", "model": "mezzo/llama-mini", "task": "squad"}))
+        setup.resolve_setup(api.resolve({"engine": "small", "model": "mezzo/llama-mini", "task": "squad"}))
 
 
 def test_unknown_engine_is_refused():
