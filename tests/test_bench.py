@@ -100,7 +100,7 @@ def test_published_step_pads_to_max_length_and_runs_the_recipe(setting, monkeypa
     longest = max(len(p.ids) for p in setting.batch.prompts)
     for dynamic, width in ((False, 24), (True, longest)):
         seen.clear()
-        contenders.published(setting, dynamic)(0)
+        contenders.make_published_step(setting, dynamic)(0)
         assert (4, width) in seen and all(shape[-1] == width for shape in seen)
     assert len(steps) == 2 and all(step.loss_plus != step.loss_minus for step in steps)
     # Padding must not change the loss, or the two rows would not compare the same work.
@@ -108,7 +108,7 @@ def test_published_step_pads_to_max_length_and_runs_the_recipe(setting, monkeypa
 
 
 def test_mezzo_step_is_the_trainers_step_and_changes_weights(setting, tmp_path):
-    step = contenders.mezzo_step(setting, Space("lora", rank=2), "rademacher", tmp_path)
+    step = contenders.make_mezzo_step(setting, Space("lora", rank=2), "rademacher", tmp_path)
     engine = step.__self__.engine
     before = engine.digest()
     record = step(0)
@@ -117,7 +117,7 @@ def test_mezzo_step_is_the_trainers_step_and_changes_weights(setting, tmp_path):
 
 
 def test_bare_forward_doubles_the_rows_without_perturbation(setting):
-    scores = contenders.bare(setting)(0)
+    scores = contenders.make_bare_forward(setting)(0)
     assert scores.shape == (2, 4, 2)
     assert (scores[0] == scores[1]).all()
 

@@ -186,15 +186,17 @@ def contender_factories(
     from mezzo.bench import contenders
 
     factories: dict[str, Callable[[], Step]] = {
-        f"published, padded {how}": partial(contenders.published, setting, dynamic=dynamic)
+        f"published, padded {how}": partial(contenders.make_published_step, setting, dynamic=dynamic)
         for how, dynamic in (("as released", False), ("dynamically", True))
         if published
     }
-    factories[BARE] = partial(contenders.bare, setting)
+    factories[BARE] = partial(contenders.make_bare_forward, setting)
     for kind, noise in spaces:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mezzo-bench-")))
         space = make_space(config.replace(space=kind, noise=noise))
-        factories[f"mezzo {kind}, {noise}"] = partial(contenders.mezzo_step, setting, space, NOISES[noise].kind, folder)
+        factories[f"mezzo {kind}, {noise}"] = partial(
+            contenders.make_mezzo_step, setting, space, NOISES[noise].kind, folder
+        )
     return factories
 
 

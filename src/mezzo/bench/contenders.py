@@ -59,12 +59,12 @@ class Setting:
         )
 
 
-def published(setting: Setting, dynamic: bool) -> Step:
+def make_published_step(setting: Setting, dynamic: bool) -> Step:
     """The released step on all parameters: whole logits, four passes of `torch.normal` in place, two forwards."""
     model = random_model(setting.shape, setting.dtype, setting.device)
     model.requires_grad_(True)
     longest = max(len(p.ids) for p in setting.batch.prompts)
-    inputs = collated(setting.batch, longest if dynamic else setting.max_length, setting.device)
+    inputs = collate(setting.batch, longest if dynamic else setting.max_length, setting.device)
 
     def step(number: int) -> None:
         for sample in range(setting.samples):
@@ -75,7 +75,7 @@ def published(setting: Setting, dynamic: bool) -> Step:
     return step
 
 
-def collated(batch: Batch, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def collate(batch: Batch, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Ids and attention mask, every row padded to `length`."""
     ids = torch.full((len(batch), length), PAD)
     for row, prompt in enumerate(batch.prompts):
@@ -90,7 +90,7 @@ def _loss(model: nn.Module, batch: Batch, ids: Tensor, mask: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(at, torch.tensor(batch.labels, device=ids.device))
 
 
-def bare(setting: Setting) -> Step:
+def make_bare_forward(setting: Setting) -> Step:
     """Both rows of a pair through the unperturbed model, by the engine's own path: the floor of a step."""
     engine = setting.engine(Space(setting.shape.small_tensor))
     pair = (Probe(),) * (2 * setting.samples)
@@ -103,7 +103,7 @@ def bare(setting: Setting) -> Step:
     return step
 
 
-def mezzo_step(setting: Setting, space: Space, kind: Kind, folder: Path) -> Step:
+def make_mezzo_step(setting: Setting, space: Space, kind: Kind, folder: Path) -> Step:
     """The trainer's step as users run it, journal and update included."""
     method = EstimatorMethod(
         OBJECTIVES["cross_entropy"],

@@ -114,7 +114,7 @@ def quantiles() -> Floats:
     return table
 
 
-def packed(kind: Kind, seed: int, name: str, start: int, stop: int) -> tuple[Bytes, int]:
+def stream_bytes(kind: Kind, seed: int, name: str, start: int, stop: int) -> tuple[Bytes, int]:
     """The stream's bytes that hold elements [start, stop), and the index of `start` within them."""
     if kind not in BITS:
         raise ConfigError(f"there is no dense noise {kind!r}{nearest(kind, BITS)} (kinds: {', '.join(BITS)})")
@@ -126,7 +126,7 @@ def packed(kind: Kind, seed: int, name: str, start: int, stop: int) -> tuple[Byt
 
 def dense(kind: Kind, seed: int, name: str, start: int, stop: int) -> Floats:
     """z[start:stop] of a tensor's flattened noise."""
-    raw, skip = packed(kind, seed, name, start, stop)
+    raw, skip = stream_bytes(kind, seed, name, start, stop)
     return _DECODERS[kind](raw, skip, skip + stop - start)
 
 

@@ -34,7 +34,7 @@ def first_seed(update: Update) -> int:
 
 def random_bits(seed: int, name: str, start: int, stop: int) -> Patterns:
     """The 16 bits of each element in [start, stop) of a tensor."""
-    raw, skip = noise.packed("gaussian", seed, stream_name(name), start, stop)
+    raw, skip = noise.stream_bytes("gaussian", seed, stream_name(name), start, stop)
     return raw.view("<u2")[skip : skip + stop - start].astype(np.uint16, copy=False)
 
 

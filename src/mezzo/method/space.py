@@ -74,12 +74,12 @@ def select(space: Space, tensors: Sequence[TensorInfo]) -> tuple[TrainedTensor, 
     if space.kind in SPACES:
         chosen = SPACES[space.kind].select(space, tensors)
     else:
-        chosen = _existing(space, tensors, lambda t: fnmatch.fnmatchcase(t.name, space.kind))
+        chosen = _select_tensors(space, tensors, lambda t: fnmatch.fnmatchcase(t.name, space.kind))
     if space.only:
         matching = tuple(t for t in chosen if any(fnmatch.fnmatchcase(t.name, pattern) for pattern in space.only))
         if not matching:
             raise SpaceError(
-                f"no tensor of space {space.kind!r} matches {_shown(space.only)}; it has {_sample(chosen)}"
+                f"no tensor of space {space.kind!r} matches {_quote(space.only)}; it has {_some_names(chosen)}"
             )
         chosen = matching
     _refuse_noise_rank(space, chosen)
@@ -97,18 +97,18 @@ def prefix_names(attention: str) -> tuple[str, str]:
     return f"{attention}.prefix_key", f"{attention}.prefix_value"
 
 
-def _existing(
+def _select_tensors(
     space: Space, tensors: Sequence[TensorInfo], matches: Callable[[TensorInfo], bool], hint: str = ""
 ) -> tuple[TrainedTensor, ...]:
     """Tensors of the model itself."""
     selected = [t for t in tensors if matches(t)]
     if not selected:
         raise SpaceError(
-            f"space {space.kind!r} selects no tensor of this model; {hint or f'it has {_sample(tensors)}'}"
+            f"space {space.kind!r} selects no tensor of this model; {hint or f'it has {_some_names(tensors)}'}"
         )
     return tuple(
-        TrainedTensor(t.name, t.shape, t.kind, rank=_noise_rank(space, t), decay=_decays(space, t.kind))
-        for t in _in_layers(space.layers, selected)
+        TrainedTensor(t.name, t.shape, t.kind, rank=_noise_rank(space, t), decay=_has_decay(space, t.kind))
+        for t in _filter_layers(space.layers, selected)
     )
 
 
@@ -118,9 +118,9 @@ def _lora(space: Space, tensors: Sequence[TensorInfo]) -> tuple[TrainedTensor, .
     matched = linear if targets == ("all-linear",) else {m: t for m, t in linear.items() if _targets_match(m, targets)}
     if not matched:
         leaves = sorted({module.rsplit(".", 1)[-1] for module in linear})
-        raise SpaceError(f"LoRA targets {_shown(targets)} match no linear layer; this model has {', '.join(leaves)}")
+        raise SpaceError(f"LoRA targets {_quote(targets)} match no linear layer; this model has {', '.join(leaves)}")
     chosen: list[TrainedTensor] = []
-    for info in _in_layers(space.layers, list(matched.values())):
+    for info in _filter_layers(space.layers, list(matched.values())):
         out, inner = reversed(info.shape) if info.transposed else info.shape
         if space.rank > min(out, inner):
             raise SpaceError(
@@ -133,7 +133,7 @@ def _lora(space: Space, tensors: Sequence[TensorInfo]) -> tuple[TrainedTensor, .
 
 
 def _prefix(space: Space, tensors: Sequence[TensorInfo]) -> tuple[TrainedTensor, ...]:
-    chosen = _in_layers(space.layers, [t for t in tensors if t.kind == "prefix"])
+    chosen = _filter_layers(space.layers, [t for t in tensors if t.kind == "prefix"])
     return tuple(TrainedTensor(t.name, (t.shape[0], space.tokens, t.shape[1]), "prefix") for t in chosen)
 
 
@@ -147,11 +147,11 @@ class SpaceKind:
 
 
 SPACES: dict[str, SpaceKind] = {
-    "full": SpaceKind(partial(_existing, matches=lambda t: True)),
-    "matrices": SpaceKind(partial(_existing, matches=lambda t: t.kind == "matrix")),
+    "full": SpaceKind(partial(_select_tensors, matches=lambda t: True)),
+    "matrices": SpaceKind(partial(_select_tensors, matches=lambda t: t.kind == "matrix")),
     "lora": SpaceKind(_lora, adapter=True),
     "prefix": SpaceKind(_prefix, adapter=True),
-    "head": SpaceKind(partial(_existing, matches=lambda t: t.kind == "head", hint=TIED)),
+    "head": SpaceKind(partial(_select_tensors, matches=lambda t: t.kind == "head", hint=TIED)),
 }
 ADAPTERS = tuple(name for name, kind in SPACES.items() if kind.adapter)
 
@@ -175,7 +175,7 @@ def _targets_match(module: str, targets: Iterable[str]) -> bool:
     )
 
 
-def _in_layers(layers: str, tensors: list[TensorInfo]) -> list[TensorInfo]:
+def _filter_layers(layers: str, tensors: list[TensorInfo]) -> list[TensorInfo]:
     """Tensors of the layers a Python slice names; an open end keeps the head, which comes after the last layer."""
     if not layers:
         return tensors
@@ -206,7 +206,7 @@ def _refuse_noise_rank(space: Space, chosen: Sequence[TrainedTensor]) -> None:
         )
 
 
-def _decays(space: Space, kind: str) -> bool:
+def _has_decay(space: Space, kind: str) -> bool:
     return space.decay == "all" or kind not in ("bias", "norm")
 
 
@@ -215,10 +215,10 @@ def _is_pattern(text: str) -> bool:
     return any(sign in text for sign in "*?[.")
 
 
-def _shown(names: Iterable[str]) -> str:
+def _quote(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names)
 
 
-def _sample(tensors: Sequence[TensorInfo] | Sequence[TrainedTensor], count: int = 3) -> str:
+def _some_names(tensors: Sequence[TensorInfo] | Sequence[TrainedTensor], count: int = 3) -> str:
     names = [t.name for t in tensors]
     return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")

@@ -40,5 +40,5 @@ class Events:
     def remember(self, earlier: Sequence[dict[str, Any]]) -> None:
         """Replay the events of a resumed run to the health checks, so that no finding is reported twice."""
         for entry in earlier:
-            with contextlib.suppress(KeyError, TypeError, ValueError):  # a line that somebody edited
+            with contextlib.suppress(KeyError, TypeError, ValueError):  # a line that was edited by hand
                 list(self.health.watch(str(entry.get("event")), entry))

@@ -19,7 +19,11 @@ def list_mistakes(examples: Sequence[Example], detail: DetailedEvaluation, task:
     """Rows with the texts, the right and the given answer, and how sure the model was."""
     if detail.texts is not None:
         return [
-            {**_shown(example, task), "right": _short(example.fields.get(task.label_column, "")), "given": _short(text)}
+            {
+                **_text_fields(example, task),
+                "right": _shorten(example.fields.get(task.label_column, "")),
+                "given": _shorten(text),
+            }
             for example, text, good in zip(examples, detail.texts, detail.right, strict=True)
             if not good
         ][:MAX_ROWS]
@@ -30,27 +34,27 @@ def list_mistakes(examples: Sequence[Example], detail: DetailedEvaluation, task:
     wrong.sort(key=lambda place: -chances[place, given[place]])
     return [
         {
-            **_shown(examples[place], task),
-            "right": _name(task, examples[place], examples[place].label),
-            "given": _name(task, examples[place], int(given[place])),
+            **_text_fields(examples[place], task),
+            "right": _answer_name(task, examples[place], examples[place].label),
+            "given": _answer_name(task, examples[place], int(given[place])),
             "sure": round(float(chances[place, given[place]]), 4),
         }
         for place in wrong[:MAX_ROWS]
     ]
 
 
-def _shown(example: Example, task: Task) -> dict[str, Any]:
-    return {"fields": {name: _short(value) for name, value in example.fields.items() if name != task.label_column}}
+def _text_fields(example: Example, task: Task) -> dict[str, Any]:
+    return {"fields": {name: _shorten(value) for name, value in example.fields.items() if name != task.label_column}}
 
 
-def _name(task: Task, example: Example, index: int) -> str:
+def _answer_name(task: Task, example: Example, index: int) -> str:
     """A label by name; of a choice task, the candidate's text."""
     if task.labels:
         return task.labels[index]
     texts = [text for column in task.candidates for text in np.atleast_1d(example.fields.get(column, []))]
-    return _short(texts[index]) if index < len(texts) else str(index)
+    return _shorten(texts[index]) if index < len(texts) else str(index)
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = " / ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
     return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 1] + "…"
