@@ -29,9 +29,9 @@ Output = TypeVar("Output")
 class StagingBuffer:
     """Pinned host memory that a device buffer is filled from without waiting."""
 
-    def __init__(self, target: Tensor) -> None:
-        self.target = target
-        self.pinned = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
+    def __init__(self, words: int, device: torch.device) -> None:
+        self.target = torch.empty(words, dtype=torch.int64, device=device)
+        self.pinned = torch.empty(words, dtype=torch.int64, pin_memory=True)
         self.values = self.pinned.numpy()
         self.copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         """Recorded behind each copy: until then the pinned memory must not change."""
@@ -54,10 +54,9 @@ class CapturedUpdate:
 
     def __init__(self, engine: TorchEngine, terms: int) -> None:
         self.engine = engine
-        self.inputs = torch.empty(terms + -(-(terms + 1) // 2), dtype=torch.int64, device=engine.device)
-        coefs = self.inputs[terms:].view(torch.float32)[: terms + 1]
-        self.update = DeviceUpdate.in_memory(terms, self.inputs[:terms], coefs)
-        self.staging = StagingBuffer(self.inputs)
+        self.staging = StagingBuffer(terms + -(-(terms + 1) // 2), engine.device)
+        seeds, coefs = self.staging.target[:terms], self.staging.target[terms:].view(torch.float32)[: terms + 1]
+        self.update = DeviceUpdate.in_memory(terms, seeds, coefs)
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def capture(self, pool: Any) -> None:
@@ -85,8 +84,8 @@ class CapturedForward:
         """`extra`: inputs beside those of the forward, for subclasses."""
         self.engine, self.batch = engine, batch
         parts = [*input_words(rows, point), *extra]
-        self.inputs = torch.empty(sum(part.size for part in parts), dtype=torch.int64, device=engine.device)
-        views = iter(torch.split(self.inputs, [part.size for part in parts]))
+        self.staging = StagingBuffer(sum(part.size for part in parts), engine.device)
+        views = iter(torch.split(self.staging.target, [part.size for part in parts]))
         tensors = {
             name: next(views).view(value.shape) for name in TENSORS if (value := getattr(rows, name)) is not None
         }
@@ -96,7 +95,6 @@ class CapturedForward:
             seeds, scales = next(views), next(views).view(torch.float32)[: len(point.probes)].view(-1, 1)
             self.point = ProbePoint.in_memory(len(point.probes), seeds, scales)
         self.extra_inputs = tuple(views)
-        self.staging = StagingBuffer(self.inputs)
         self._uploaded: tuple[PaddedRows, tuple[Probe, ...]] | None = None
         """What the inputs hold once the device has done what was launched."""
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -185,8 +183,13 @@ def input_words(rows: PaddedRows, point: ProbePoint) -> list[Words]:
     """Everything that changes from step to step, as int64 words in a fixed order."""
     parts = [value.numpy().reshape(-1) for name in TENSORS if (value := getattr(rows, name)) is not None]
     if point.seeds:
-        scales = np.zeros(-(-len(point.probes) // 2) * 2, dtype=np.float32)
-        for member, probe in enumerate(point.probes):
-            scales[member] = sum(scale for _, scale in probe.terms)
-        parts += [np.array(point.seeds, dtype=np.uint64).view(np.int64), scales.view(np.int64)]
+        scales = [sum(scale for _, scale in probe.terms) for probe in point.probes]
+        parts += number_words(point.seeds, scales)
     return parts
+
+
+def number_words(seeds: Sequence[int], numbers: Sequence[float]) -> list[Words]:
+    """Seeds, and float32 numbers two to a word."""
+    padded = np.zeros(-(-len(numbers) // 2) * 2, dtype=np.float32)
+    padded[: len(numbers)] = numbers
+    return [np.array(seeds, dtype=np.uint64).view(np.int64), padded.view(np.int64)]

@@ -22,7 +22,7 @@ from mezzo.engines.torch.forward.trained_modules import TrainedModules
 from mezzo.engines.torch.gpu.fused_ops import STACK_ALIGN
 from mezzo.engines.torch.gpu.graph_ops import GraphOps
 from mezzo.engines.torch.gpu.kernels import encoder, lowrank, norms
-from mezzo.engines.torch.gpu.lowrank_layers import LowRankLinear, find_factors, has_factors
+from mezzo.engines.torch.gpu.lowrank_layers import LowRankLinear, find_factors, join_factors
 
 NAME = "encoder kernels"
 LINES = 16
@@ -63,11 +63,9 @@ def _layer_refusal(path: str, layer: Any, modules: TrainedModules) -> str:
     ):
         return "its norms are not plain layer norms"
     for here, linear in (pair for group in linears for pair in group):
-        trained = modules.find(here, linear)
-        if trained and has_factors(trained, modules.population):
-            factors = find_factors(linear, trained, modules)
-            if isinstance(factors, str):
-                return f"{here.removeprefix(path + '.')}: {factors}"
+        factors = find_factors(here, linear, modules)
+        if isinstance(factors, str):
+            return f"{here.removeprefix(path + '.')}: {factors}"
     reasons = (_group_refusal([linear for _, linear in group], modules) for group in linears)
     return next((reason for reason in reasons if reason), "")
 
@@ -104,16 +102,13 @@ class JointLinear:
         self.names = [modules.names[id(linear.weight)] for _, linear in linears]
         self.biases = [(linear.bias, modules.trained_name(linear.bias)) for _, linear in linears]
         self.dense = all(name in population.large and not population.trained[name].rank for name in self.names)
-        layers = [None if self.dense else _low_rank(path, linear, modules) for path, linear in linears]
-        low_rank = [layer for layer in layers if layer is not None]
-        self.factors = low_rank[0].buffer.factors(low_rank) if low_rank else None
-        numbers = iter(range(len(low_rank)))
-        self.places = tuple(-1 if layer is None else next(numbers) for layer in layers)
+        layers = [None if self.dense else find_factors(path, linear, modules) for path, linear in linears]
+        low_rank = [layer for layer in layers if isinstance(layer, LowRankLinear)]
+        self.factors = join_factors(low_rank) if low_rank else None
+        self.places = tuple(low_rank.index(layer) if isinstance(layer, LowRankLinear) else -1 for layer in layers)
         """Which of the factors belong to which of the layers."""
-        few = (
-            self.factors is not None and len(self.factors.components) == 1 and self.factors.rank <= norms.MAX_TERM_RANK
-        )
-        self.factor_lines = len(low_rank) * self.factors.rank if few and self.factors else 0
+        fits_below = bool(low_rank) and len(low_rank[0].components) == 1 and low_rank[0].rank <= norms.MAX_TERM_RANK
+        self.factor_lines = len(low_rank) * low_rank[0].rank if fits_below else 0
         """Lines below the weights that hold factors."""
         self.stacked = self._stack_weights([linear for _, linear in linears])
         self.weight = self.stacked[: sum(linear.out_features for _, linear in linears)]
@@ -128,16 +123,16 @@ class JointLinear:
             return torch.bmm(x.view(len(members), -1, x.shape[1]), members.mT).view(len(x), -1), None
         if self.factors is None or not population.perturbed:
             return torch.mm(x, self.weight.T), None
-        if self.factor_lines:
-            return self._product_with_factors(x, self.factors)
-        return torch.mm(x, self.weight.T), self._term(x, self.factors)
+        if not self.factor_lines:
+            return torch.mm(x, self.weight.T), self._term(x, self.factors)
+        y, width = torch.mm(x, self.stacked.T), len(self.weight)
+        t = y[None, :, width : width + self.factor_lines]
+        return y[:, :width], lowrank.LowRankTerm(t, self.factors, population.point.scales, self.places, self.up)
 
     def with_lora(self, x: Tensor) -> tuple[Tensor, lowrank.LowRankTerm | None]:
         """The same for a single layer whose reader adds low-rank noise only: LoRA's term is in the product already."""
-        if self.factors is None or not self.population.perturbed:
-            return self(x)[0], None
-        if self.factor_lines:
-            return self._product_with_factors(x, self.factors)
+        if self.factors is None or self.factor_lines or not self.population.perturbed:
+            return self(x)
         y = torch.empty((len(x), len(self.weight)), device=x.device, dtype=x.dtype)
         lowrank.project_up(y[None], self._term(x, self.factors), None)
         return y.addmm_(x, self.weight.T), None
@@ -145,11 +140,6 @@ class JointLinear:
     def bias(self, number: int = 0) -> Tensor:
         """[P, n] of one of the layers."""
         return _member_vectors(*self.biases[number], self.population)
-
-    def _product_with_factors(self, x: Tensor, factors: lowrank.Factors) -> tuple[Tensor, lowrank.LowRankTerm]:
-        y, width = torch.mm(x, self.stacked.T), len(self.weight)
-        t = y[None, :, width : width + self.factor_lines]
-        return y[:, :width], lowrank.LowRankTerm(t, factors, self.population.point.scales, self.places, self.up)
 
     def _term(self, x: Tensor, factors: lowrank.Factors) -> lowrank.LowRankTerm:
         scales = self.population.point.scales
@@ -206,11 +196,10 @@ class EncoderLayer:
 
     def usable(self, hidden: Tensor, mask: Tensor | None) -> bool:
         population, context = self.population, self.population.context
+        has_term = population.perturbed or self.has_lora  # LoRA's is there at any point
         return (
             bool(population.members)
-            and (
-                context.point.single or not (population.perturbed or self.has_lora)
-            )  # LoRA's term is there at any point
+            and (context.point.single or not has_term)
             and not context.own_tokens
             and hidden.is_contiguous()
             and hidden.dtype == population.compute
@@ -245,15 +234,6 @@ class _MemberNorm:
         gain, shift = (_member_vectors(*vector, self.population) for vector in (self.gain, self.shift))
         y, term = linear.with_lora(x)
         return norms.norm(y, gain, shift, self.eps, residual, linear.bias(), term=term)
-
-
-def _low_rank(path: str, linear: nn.Linear, modules: TrainedModules) -> LowRankLinear | None:
-    trained = modules.find(path, linear)
-    if trained is None or not has_factors(trained, modules.population):
-        return None
-    layer = find_factors(linear, trained, modules)
-    assert isinstance(layer, LowRankLinear), layer
-    return layer
 
 
 def _member_vectors(parameter: Tensor, name: str | None, population: Population) -> Tensor:

@@ -39,13 +39,13 @@ class DeviceNoise(NoiseSource):
 
     def __init__(self, kind: noise.Kind, device: torch.device) -> None:
         super().__init__(kind, device)
-        self._keys: dict[str, Tensor] = {}
+        self._keys: dict[tuple[str, ...], Tensor] = {}
         self._seeds: dict[int, Tensor] = {}
 
     def stream(self, seed: int, name: str, first: int, last: int) -> Tensor:
         return self._words(seed, name, last - first, first, None, 1)
 
-    def rows(self, seed: int, name: str, shape: tuple[int, int], ids: Tensor) -> Tensor:
+    def rows(self, seed: int, name: str, shape: tuple[int, ...], ids: Tensor) -> Tensor:
         """Generates only the words of these rows, where rows are whole words."""
         words_per_row, rest = divmod(shape[1] * noise.BITS[self.kind], 64)
         if rest:
@@ -66,12 +66,12 @@ class DeviceNoise(NoiseSource):
             )
         return out.view(torch.uint8)
 
-    def keys(self, name: str) -> Tensor:
-        """The keys of a tensor's streams: its noise, its rounding bits, and the factors U and V of low-rank noise."""
-        if name not in self._keys:
-            names = (name, stream_name(name), f"{name}/U", f"{name}/V")
-            self._keys[name] = words_on(self.device, [noise.name_hash(each) for each in names])
-        return self._keys[name]
+    def keys(self, *names: str) -> Tensor:
+        """The keys of each tensor's streams: its noise, its rounding bits, and the factors U and V of low-rank noise."""
+        if names not in self._keys:
+            streams = [stream for name in names for stream in (name, stream_name(name), f"{name}/U", f"{name}/V")]
+            self._keys[names] = words_on(self.device, [noise.name_hash(stream) for stream in streams])
+        return self._keys[names]
 
     def clear_cache(self) -> None:
         super().clear_cache()
@@ -88,7 +88,6 @@ class FusedOps(ReferenceOps):
         super().__init__(source)
         self._chunk_tables: weakref.WeakKeyDictionary[FlatBuffer, tuple[Tensor, Tensor]] = weakref.WeakKeyDictionary()
         self._noise_groups: dict[tuple[tuple[str, int], ...], list[NoiseGroup]] = {}
-        self._stacked_keys: dict[tuple[str, ...], Tensor] = {}
         self._sign_layouts: dict[str, SignLayout] = {}
         self._signs: tuple[SignLayout, ProbePoint, Tensor] | None = None
         """The signs in memory, and what they are those of."""
@@ -98,8 +97,7 @@ class FusedOps(ReferenceOps):
 
     def perturb_flat(self, flat: FlatBuffer, point: ProbePoint) -> Tensor:
         out = torch.empty(len(point.probes), flat.values.numel(), device=self.source.device)
-        keys, numbers = self._chunk_table(flat)
-        self._perturb(flat.values, out, keys, numbers, point)
+        self._perturb(flat.values, out, *self._chunk_table(flat), point)
         return out
 
     def perturb_matrix(self, trained: TrainedTensor, value: Tensor, point: ProbePoint, out: Tensor) -> None:
@@ -114,10 +112,7 @@ class FusedOps(ReferenceOps):
         """Along one direction; sizes of several matrices are multiples of `STACK_ALIGN`."""
         assert len(trained) == 1 or value.numel() % (len(trained) * STACK_ALIGN) == 0
         count, chunks_per_matrix = value.numel(), -(-value.numel() // len(trained) // ALIGN)
-        names = tuple(each.name for each in trained)
-        if names not in self._stacked_keys:
-            self._stacked_keys[names] = torch.cat([self.source.keys(name) for name in names])
-        keys = self._stacked_keys[names]
+        keys = self.source.keys(*(each.name for each in trained))
         if self.source.kind == "rademacher":
             signs, launch = self._generate_signs(trained, point), READ
         else:
@@ -134,10 +129,9 @@ class FusedOps(ReferenceOps):
             self._sign_layouts |= dict.fromkeys(layout.offsets, layout)
 
     def update_flat(self, flat: FlatBuffer, device_update: DeviceUpdate) -> None:
-        keys, numbers = self._chunk_table(flat)
         value = flat.values
         flat_buffer.update[_grid(value.numel(), GENERATE)](
-            _bit_patterns(value), value.numel(), keys, numbers, device_update.keys, device_update.coefs,
+            _bit_patterns(value), value.numel(), *self._chunk_table(flat), device_update.keys, device_update.coefs,
             quantiles(self.source.device), TERMS=len(device_update.update.terms), KIND=philox.KINDS[self.source.kind],
             DECAY=flat.decay, DTYPE=DTYPES[value.dtype], **GENERATE, **NO_FMA,
         )  # fmt: skip
@@ -152,12 +146,11 @@ class FusedOps(ReferenceOps):
         if key not in self._noise_groups:
             self._noise_groups.clear()  # tensors that were moved in memory will not move back
             self._noise_groups[key] = group_matrices(supported, self.source.device)
-        for group in self._noise_groups[key]:
-            in_registers = self.source.kind == "gaussian" and isinstance(group.layout, SignLayout)
-            signs = device_update.keys  # any tensor
-            if not in_registers:
-                signs = group.layout.generate(device_update.keys, len(device_update.update.terms))
-            for launch in group.launches:
+        for layout, launches in self._noise_groups[key]:
+            signs = device_update.keys  # any tensor: dense normal noise is generated in registers
+            if layout.rank or self.source.kind == "rademacher":
+                signs = layout.generate(device_update.keys, len(device_update.update.terms))
+            for launch in launches:
                 self._launch_update(launch, signs, device_update)
 
     def _launch_update(self, launch: UpdateLaunch, signs: Tensor, device_update: DeviceUpdate) -> None:
@@ -165,7 +158,7 @@ class FusedOps(ReferenceOps):
         kind = philox.FACTORS if rank else philox.KINDS[self.source.kind]
         shape = GENERATE if kind == philox.NORMALS else READ
         rows, width = launch.trained.shape if rank else (1, ALIGN)
-        matrices.update[(*_grid(value.numel(), shape), launch.matrices)](
+        matrices.update[(*_grid(value.numel(), shape), len(launch.entries))](
             _bit_patterns(value), value.numel(), launch.entries, device_update.keys, device_update.coefs,
             quantiles(self.source.device), signs, signs.shape[-1], rows, width,
             float(np.float32(1 / np.sqrt(rank))) if rank else 1.0,
@@ -193,16 +186,8 @@ class FusedOps(ReferenceOps):
         return self._signs[2][0, layout.offsets[name] :]
 
     def _chunk_table(self, flat: FlatBuffer) -> tuple[Tensor, Tensor]:
-        """For every chunk of a flat buffer: the keys of its tensor, and its number within that tensor."""
         if flat not in self._chunk_tables:
-            keys: list[int] = []
-            numbers: list[int] = []
-            for name, count in flat.sizes:
-                chunks = -(-count // ALIGN)
-                keys += [noise.name_hash(name), noise.name_hash(stream_name(name))] * chunks
-                numbers += range(chunks)
-            device = self.source.device
-            self._chunk_tables[flat] = words_on(device, keys), torch.tensor(numbers, dtype=torch.int64, device=device)
+            self._chunk_tables[flat] = flat_buffer.chunk_table(flat.sizes, self.source.device)
         return self._chunk_tables[flat]
 
 

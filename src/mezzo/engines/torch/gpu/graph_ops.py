@@ -3,8 +3,6 @@ replayed at other seeds and scales. Points with more than one direction are left
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -15,21 +13,22 @@ from mezzo.engines.torch.gpu.kernels.noise_buffer import NoiseBuffer, Transposed
 from mezzo.engines.torch.gpu.noise_layout import split_by_size
 from mezzo.engines.torch.weights.flat_buffer import FlatBuffer
 from mezzo.engines.torch.weights.noise import ALIGN
+from mezzo.method.noise import Kind
 from mezzo.types import TrainedTensor
 
 
-@dataclass(frozen=True)
 class _LoraBuffer:
     """LoRA factors of a flat buffer as `lowrank.Factors` takes them: components[3, n] are high part, low part and noise."""
 
-    flat: FlatBuffer
-    noise: NoiseBuffer
-    components: Tensor
+    def __init__(self, kind: Kind, flat: FlatBuffer, compute: torch.dtype) -> None:
+        self.flat = flat
+        self.components = torch.empty((3, flat.values.numel()), device=flat.values.device, dtype=compute)
+        self.noise = NoiseBuffer(kind, flat.sizes, self.components[2])
 
     def fill(self, seed: Tensor) -> None:
         self.components[0].copy_(self.flat.values)
         torch.sub(self.flat.values, self.components[0], out=self.components[1])
-        self.noise.fill(seed)  # the third component
+        self.noise.fill(seed)
 
 
 class GraphOps(FusedOps):
@@ -40,6 +39,8 @@ class GraphOps(FusedOps):
         self.compute = compute
         self._lora: dict[int, _LoraBuffer] = {}
         self._factor_buffer: NoiseBuffer | None = None
+        self.factor_noise = torch.empty(0)
+        """U and V of every tensor with low-rank noise, at the point of the current forward."""
         self._copies: list[tuple[int, Tensor]] = []
         self._transposed: TransposedFactors | None = None
         self.factor_offsets: dict[str, int] = {}
@@ -49,10 +50,7 @@ class GraphOps(FusedOps):
         """Allocate buffers for the noise of LoRA factors and of low-rank factors; group matrices by their signs."""
         for flat in flats:
             if any(entry.trained.kind in ("lora_A", "lora_B") for entry in flat.entries):
-                buffer = NoiseBuffer(self.source.kind, flat.sizes, self.source.device, self.compute)
-                components = torch.empty((3, flat.values.numel()), device=self.source.device, dtype=self.compute)
-                buffer.values = components[2]
-                self._lora[id(flat)] = _LoraBuffer(flat, buffer, components)
+                self._lora[id(flat)] = _LoraBuffer(self.source.kind, flat, self.compute)
         sizes: list[tuple[str, int]] = []
         end = 0
         for each in (t for t in trained if t.rank):
@@ -61,15 +59,10 @@ class GraphOps(FusedOps):
                 self.factor_offsets[sizes[-1][0]] = end
                 end += -(-size * each.rank // ALIGN) * ALIGN
         if sizes:
-            self._factor_buffer = NoiseBuffer("rademacher", sizes, self.source.device, self.compute)
+            self.factor_noise = torch.empty(end, device=self.source.device, dtype=self.compute)
+            self._factor_buffer = NoiseBuffer("rademacher", sizes, self.factor_noise)
         dense = [(t, large[t.name]) for t in trained if t.name in large and not t.rank and t.kind != "embedding"]
         self.group_signs([[(t.name, value.numel()) for t, value in group] for group in split_by_size(dense)])
-
-    @property
-    def factor_noise(self) -> Tensor:
-        """U and V of every tensor with low-rank noise, at the point of the current forward."""
-        assert self._factor_buffer is not None
-        return self._factor_buffer.values
 
     def lora_components(self, flat: FlatBuffer) -> Tensor:
         """[3, n]: a flat buffer of LoRA factors as a sum of two, and its noise, at the point of the current forward."""
@@ -115,12 +108,12 @@ class GraphOps(FusedOps):
         return left, right
 
     def perturb_matrix(self, trained: TrainedTensor, value: Tensor, point: ProbePoint, out: Tensor) -> None:
-        if not (point.single and trained.rank):
-            return super().perturb_matrix(trained, value, point, out)
-        left, right = self.factors(trained, point)
-        z = (left.float() @ right.T.float()).mul_(1 / trained.rank**0.5)
-        torch.add(value.float(), point.scales.view(-1, 1, 1) * z, out=out)
-        return None
+        if point.single and trained.rank:
+            left, right = self.factors(trained, point)
+            z = (left.float() @ right.T.float()).mul_(1 / trained.rank**0.5)
+            torch.add(value.float(), point.scales.view(-1, 1, 1) * z, out=out)
+        else:
+            super().perturb_matrix(trained, value, point, out)
 
     def add_bias(self, y: Tensor, bias: Tensor) -> None:
         if y.is_contiguous():

@@ -12,13 +12,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mezzo.engines.torch.forward.inputs import PaddedRows
 from mezzo.engines.torch.forward.probe_point import ProbePoint
-from mezzo.engines.torch.gpu.captured_graph import CapturedForward, CapturedUpdate
+from mezzo.engines.torch.gpu.captured_graph import CapturedForward, CapturedUpdate, number_words
 from mezzo.engines.torch.gpu.fused_ops import MAX_RANK
 from mezzo.types import Batch, Scores, Update
 
@@ -116,14 +115,12 @@ class Graphs:
         if not terms or not self.can_capture_updates:
             self.engine.population.apply(update)
             return
-        coefs = np.zeros(-(-(terms + 1) // 2) * 2, dtype=np.float32)
-        coefs[: terms + 1] = (update.keep, *(coef for _, coef in update.terms))
-        seeds = np.array([seed for seed, _ in update.terms], dtype=np.uint64)
+        seeds, coefs = zip(*update.terms, strict=True)
         used_before = terms in self.updates
         if not used_before:
             self.updates[terms] = CapturedUpdate(self.engine, terms)
         captured = self.updates[terms]
-        captured.staging.fill([seeds.view(np.int64), coefs.view(np.int64)])
+        captured.staging.fill(number_words(seeds, (update.keep, *coefs)))
         if used_before:
             self.capture(captured)
         if captured.graph is not None and not self.engine.population.large:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from mezzo.engines.architectures import OUTPUT_LINEARS
 from mezzo.engines.torch.forward.choice import Choice
 from mezzo.engines.torch.forward.modules import Forward
 from mezzo.engines.torch.forward.population import Population
-from mezzo.engines.torch.forward.trained_modules import TrainedModule, TrainedModules
+from mezzo.engines.torch.forward.trained_modules import TrainedModules
 from mezzo.engines.torch.gpu.graph_ops import GraphOps
 from mezzo.engines.torch.gpu.kernels import lowrank
 
@@ -22,88 +23,70 @@ NAME = "low-rank kernels"
 LARGEST_RANK = 32
 
 
-@dataclass(frozen=True)
-class FactorBuffer:
-    """Where the factors of layers lie, and how these are scaled."""
-
-    rank: int
-    factor: float
-    parts: Tensor
-
-    def factors(self, layers: Sequence[LowRankLinear]) -> lowrank.Factors:
-        up_at = torch.tensor([layer.up for layer in layers], device=self.parts.device)
-        return lowrank.Factors(self.rank, self.factor, self.parts, tuple(layer.down for layer in layers), up_at)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LowRankLinear:
-    """A linear layer, where its two factors begin in their buffer, and the name of its bias if that is trained."""
+    """A linear layer, its two factors, and the name of its bias if that is trained."""
 
     module: nn.Linear
     path: str
+    bias: str | None
+    rank: int
+    scaling: float
+    components: Tensor
+    """The buffer in which the factors begin at `down` and `up`."""
     down: int
     up: int
-    bias: str | None
-    buffer: FactorBuffer
 
 
-def has_factors(trained: TrainedModule | None, population: Population) -> bool:
-    """True for a module with LoRA or low-rank noise."""
-    weight = trained.tensors.get("weight") if trained else None
-    return trained is not None and (trained.lora is not None or bool(weight and population.trained[weight].rank))
+def join_factors(layers: Sequence[LowRankLinear]) -> lowrank.Factors:
+    """The factors of layers that share a buffer."""
+    first, down = layers[0], tuple(layer.down for layer in layers)
+    up = torch.tensor([layer.up for layer in layers], device=first.components.device)
+    return lowrank.Factors(first.rank, first.scaling, first.components, down, up)
 
 
-def find_factors(module: nn.Module, trained: TrainedModule, modules: TrainedModules) -> LowRankLinear | str:
-    """A module that has factors as the kernels see it, or why they do not take it."""
-    population, ops = modules.population, modules.population.ops
+def find_factors(path: str, module: nn.Module, modules: TrainedModules) -> LowRankLinear | str | None:
+    """A module with LoRA or low-rank noise as the kernels see it, or why they do not take it; None: it has neither."""
+    trained, population, ops = modules.find(path, module), modules.population, modules.population.ops
     assert isinstance(ops, GraphOps)
+    weight = trained.tensors.get("weight") if trained else None
+    rank = population.trained[weight].rank if weight else 0
+    if trained is None or not (trained.lora or rank):
+        return None
+    if trained.is_head:
+        return "it is the LM head"
     if type(module) is not nn.Linear:
         return f"it is a {type(module).__name__}"
+    if trained.lora:
+        down, up = trained.lora
+        if down not in population.trained or up not in population.trained:
+            return "only one of LoRA's factors is trained"
+        tables = ((flat, {e.trained.name: e.start for e in flat.entries}) for flat in population.flat_buffers)
+        buffer = next(((flat, starts) for flat, starts in tables if down in starts and up in starts), None)
+        if buffer is None:
+            return "its factors are stored in different types"
+        rank, scaling = population.trained[down].shape[0], trained.scaling
+        components, offsets = ops.lora_components(buffer[0]), buffer[1]
+    else:
+        down, up, scaling = f"{weight}/V", f"{weight}/U", rank**-0.5
+        components, offsets = ops.factor_noise[None], ops.factor_offsets
+    if rank > LARGEST_RANK or rank & (rank - 1):
+        return f"rank {rank} is not a power of two up to {LARGEST_RANK}"
     bias = trained.tensors.get("bias")
-    if trained.lora is None:
-        weight = trained.tensors["weight"]
-        rank = population.trained[weight].rank
-        buffer = FactorBuffer(rank, rank**-0.5, ops.factor_noise[None])
-        starts = ops.factor_offsets[f"{weight}/V"], ops.factor_offsets[f"{weight}/U"]
-        return _rank_refusal(rank) or LowRankLinear(module, trained.path, *starts, bias, buffer)
-    if not all(name in population.trained for name in trained.lora):
-        return "only one of LoRA's factors is trained"
-    rank = population.trained[trained.lora[0]].shape[0]
-    for flat in population.flat_buffers:
-        start = {entry.trained.name: entry.start for entry in flat.entries}
-        if all(name in start for name in trained.lora):
-            buffer = FactorBuffer(rank, trained.scaling, ops.lora_components(flat))
-            down, up = (start[name] for name in trained.lora)
-            return _rank_refusal(rank) or LowRankLinear(module, trained.path, down, up, bias, buffer)
-    return "its factors are stored in different types"
-
-
-def _rank_refusal(rank: int) -> str:
-    fits = rank <= LARGEST_RANK and rank & (rank - 1) == 0
-    return "" if fits else f"rank {rank} is not a power of two up to {LARGEST_RANK}"
+    return LowRankLinear(module, path, bias, rank, scaling, components, offsets[down], offsets[up])
 
 
 def choose(parent_path: str, parent: nn.Module, modules: TrainedModules) -> Iterator[tuple[nn.Module, Choice]]:
     """Group the linear layers of one parent that have factors."""
     groups: dict[tuple[object, ...], list[LowRankLinear]] = {}
     for name, module in parent.named_children():
-        path = f"{parent_path}.{name}" if parent_path else name
-        trained = modules.find(path, module)
-        if trained is None or not has_factors(trained, modules.population):
-            continue
-        layer = "it is the LM head" if trained.is_head else find_factors(module, trained, modules)
+        layer = find_factors(f"{parent_path}.{name}" if parent_path else name, module, modules)
         if isinstance(layer, str):
             yield module, Choice(NAME, reason=layer)
-            continue
-        key: tuple[object, ...] = (
-            layer.module.in_features,
-            layer.buffer.rank,
-            len(layer.buffer.parts),
-            name in OUTPUT_LINEARS,
-            layer.module.bias is not None,
-            layer.bias is not None,
-        )
-        groups.setdefault(key, []).append(layer)
+        elif layer is not None:
+            linear, has_trained_bias = layer.module, layer.bias is not None
+            key = linear.in_features, layer.rank, len(layer.components), linear.bias is not None, has_trained_bias
+            groups.setdefault((name in OUTPUT_LINEARS, *key), []).append(layer)
     for layers in groups.values():
         group = LowRankGroup(tuple(layers), modules.population)
         for index, layer in enumerate(layers):
@@ -115,14 +98,8 @@ class LowRankGroup:
 
     def __init__(self, layers: tuple[LowRankLinear, ...], population: Population) -> None:
         self.layers, self.population = layers, population
-        buffer = layers[0].buffer
-        self.spans = {first: _equal_widths(layers, first) for first in range(len(layers))}
-        self.factors = {first: buffer.factors(layers[first:]) for first in range(len(layers))}
-        self.span_factors = {
-            (span.start, span.stop): buffer.factors(layers[span.start : span.stop])
-            for spans in self.spans.values()
-            for span in spans
-        }
+        self.factors = [join_factors(layers[first:]) for first in range(len(layers))]
+        self.spans = [list(_equal_widths(layers, first)) for first in range(len(layers))]
         self._input: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
 
@@ -154,16 +131,15 @@ class LowRankGroup:
         t = lowrank.project_down(x, self.factors[first], scales)
         outputs: dict[int, Tensor] = {}
         for span in self.spans[first]:
-            y = x.new_empty((span.stop - span.start, len(x), span.width))
-            columns = t[..., (span.start - first) * rank : (span.stop - first) * rank]
-            lowrank.project_up(
-                y, lowrank.LowRankTerm(columns, self.span_factors[span.start, span.stop], scales), span.bias
-            )
-            for place, layer in enumerate(self.layers[span.start : span.stop]):
+            width = span.layers[0].module.out_features
+            y = x.new_empty((len(span.layers), len(x), width))
+            columns = t[..., (span.start - first) * rank :]
+            lowrank.project_up(y, lowrank.LowRankTerm(columns, span.factors, scales), span.bias)
+            for place, layer in enumerate(span.layers):
                 y[place].addmm_(x, layer.module.weight.T)
                 if layer.bias is not None:
                     members = population.member_tensor(layer.bias)
-                    population.ops.add_bias(y[place].view(len(members), -1, span.width), members)
+                    population.ops.add_bias(y[place].view(len(members), -1, width), members)
                 outputs[span.start + place] = y[place].view(*rows.shape[:-1], -1)
         return outputs
 
@@ -173,20 +149,14 @@ class Span:
     """Layers with equally many outputs: their low-rank products are one launch. `bias` holds those that are not trained."""
 
     start: int
-    stop: int
-    width: int
+    layers: list[LowRankLinear]
+    factors: lowrank.Factors
     bias: Tensor | None
 
 
-def _equal_widths(layers: tuple[LowRankLinear, ...], first: int) -> list[Span]:
-    cuts = [first]
-    for index in range(first + 1, len(layers)):
-        if layers[index].module.out_features != layers[index - 1].module.out_features:
-            cuts.append(index)
-    spans = []
-    for start, stop in zip(cuts, [*cuts[1:], len(layers)], strict=True):
-        linears = [layer.module for layer in layers[start:stop]]
-        has_frozen_bias = linears[0].bias is not None and layers[start].bias is None  # as for the whole group
-        bias = torch.stack([linear.bias.detach() for linear in linears]) if has_frozen_bias else None
-        spans.append(Span(start, stop, linears[0].out_features, bias))
-    return spans
+def _equal_widths(layers: tuple[LowRankLinear, ...], first: int) -> Iterator[Span]:
+    for _, group in groupby(layers[first:], key=lambda layer: layer.module.out_features):
+        span = list(group)
+        frozen = [layer.module.bias.detach() for layer in span if layer.module.bias is not None and layer.bias is None]
+        yield Span(first, span, join_factors(span), torch.stack(frozen) if frozen else None)
+        first += len(span)

@@ -21,52 +21,35 @@ Matrix = tuple[TrainedTensor, Tensor]
 
 
 class SignLayout:
-    """±1 noise of several tensors, one bit an element; `offsets` says at which byte each tensor's begins."""
+    """±1 noise of several tensors in memory, one bit an element; `offsets` says at which byte each tensor's begins.
 
-    def __init__(self, sizes: Sequence[tuple[str, int]], device: torch.device) -> None:
+    With a `rank`: of the factors U and V of low-rank noise. The signs of a factor's row are the bits of one number, and `offsets`
+    count these numbers.
+    """
+
+    def __init__(self, sizes: Sequence[tuple[str, int]], device: torch.device, rank: int = 0) -> None:
+        """`sizes`: the name of each tensor and its elements, or that of each factor and its rows."""
+        self.rank = rank
+        self.per_program = matrices.FACTOR_ROWS_PER_PROGRAM if rank else matrices.WORDS_PER_PROGRAM
         self.offsets: dict[str, int] = {}
         positions: list[int] = []
         for name, count in sizes:
-            self.offsets[name] = 8 * matrices.WORDS_PER_PROGRAM * (len(positions) // 2)
-            for first_word in range(0, -(-count // ALIGN), matrices.WORDS_PER_PROGRAM):
-                positions += (noise.name_hash(name), first_word // 4)
+            self.offsets[name] = self.per_program * (len(positions) // 2) * (1 if rank else 8)
+            for first in range(0, count if rank else -(-count // ALIGN), self.per_program):
+                positions += (noise.name_hash(name), first if rank else first // 4)
         self.positions = words_on(device, positions)
 
     def generate(self, seeds: Tensor, terms: int) -> Tensor:
-        """[terms, bytes]: the noise under each of the first `terms` seeds."""
+        """[terms, bytes or rows]: the noise under each of the first `terms` seeds."""
         programs = len(self.positions) // 2
-        words = torch.empty((terms, programs * matrices.WORDS_PER_PROGRAM), dtype=torch.int64, device=seeds.device)
-        if terms:
-            matrices.generate_signs[(programs, terms)](
-                words, words.shape[1], self.positions, seeds, BLOCKS=matrices.BLOCKS_PER_PROGRAM, num_warps=2
-            )
-        return words.view(torch.uint8)
-
-
-class FactorLayout:
-    """The factors U and V of several tensors' low-rank noise: the signs of each row as the bits of one number."""
-
-    def __init__(self, trained: Sequence[TrainedTensor], device: torch.device) -> None:
-        self.offsets: dict[str, int] = {}
-        self.rank = trained[0].rank
-        positions: list[int] = []
-        for each in trained:
-            for side, size in zip("UV", each.shape, strict=True):
-                self.offsets[f"{each.name}/{side}"] = matrices.FACTOR_ROWS_PER_PROGRAM * (len(positions) // 2)
-                for first_row in range(0, size, matrices.FACTOR_ROWS_PER_PROGRAM):
-                    positions += (noise.name_hash(f"{each.name}/{side}"), first_row)
-        self.positions = words_on(device, positions)
-
-    def generate(self, seeds: Tensor, terms: int) -> Tensor:
-        """[terms, rows]: the signs under each of the first `terms` seeds."""
-        programs = len(self.positions) // 2
-        dtype = torch.uint8 if self.rank <= 8 else torch.int32
-        rows = torch.empty((terms, programs * matrices.FACTOR_ROWS_PER_PROGRAM), dtype=dtype, device=seeds.device)
-        if terms:
-            matrices.generate_factors[(programs, terms)](
-                rows, rows.shape[1], self.positions, seeds, RANK=self.rank, ROWS=matrices.FACTOR_ROWS_PER_PROGRAM
-            )
-        return rows
+        dtype = (torch.uint8 if self.rank <= 8 else torch.int32) if self.rank else torch.int64
+        out = torch.empty((terms, programs * self.per_program), dtype=dtype, device=seeds.device)
+        arguments = out, out.shape[1], self.positions, seeds
+        if terms and self.rank:
+            matrices.generate_factors[(programs, terms)](*arguments, RANK=self.rank, ROWS=self.per_program)
+        elif terms:
+            matrices.generate_signs[(programs, terms)](*arguments, BLOCKS=matrices.BLOCKS_PER_PROGRAM, num_warps=2)
+        return out if self.rank else out.view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -76,16 +59,12 @@ class UpdateLaunch:
     trained: TrainedTensor
     """One of them."""
     base: Tensor
-    matrices: int
     entries: Tensor
+    """[matrices, ENTRY_WORDS]"""
 
 
-@dataclass(frozen=True)
-class NoiseGroup:
-    """Matrices whose noise is generated together, and then read by one launch after the other."""
-
-    layout: SignLayout | FactorLayout
-    launches: tuple[UpdateLaunch, ...]
+NoiseGroup = tuple[SignLayout, list[UpdateLaunch]]
+"""Matrices whose noise is generated together, and then read by one launch after the other."""
 
 
 def group_matrices(every: Sequence[Matrix], device: torch.device) -> list[NoiseGroup]:
@@ -93,12 +72,12 @@ def group_matrices(every: Sequence[Matrix], device: torch.device) -> list[NoiseG
     groups: list[NoiseGroup] = []
     for rank, same_rank in groupby(sorted(every, key=lambda matrix: matrix[0].rank), key=lambda matrix: matrix[0].rank):
         for group in [list(same_rank)] if rank else split_by_size(list(same_rank)):
-            layout: SignLayout | FactorLayout
             if rank:
-                layout = FactorLayout([trained for trained, _ in group], device)
+                sizes = [(f"{t.name}/{side}", size) for t, _ in group for side, size in zip("UV", t.shape, strict=True)]
             else:
-                layout = SignLayout([(trained.name, value.numel()) for trained, value in group], device)
-            groups.append(NoiseGroup(layout, tuple(_launches(group, layout, device))))
+                sizes = [(trained.name, value.numel()) for trained, value in group]
+            layout = SignLayout(sizes, device, rank)
+            groups.append((layout, list(_launches(group, layout, device))))
     return groups
 
 
@@ -114,9 +93,7 @@ def split_by_size(every: Sequence[Matrix]) -> Iterator[list[Matrix]]:
         yield group
 
 
-def _launches(
-    group: Sequence[Matrix], layout: SignLayout | FactorLayout, device: torch.device
-) -> Iterator[UpdateLaunch]:
+def _launches(group: Sequence[Matrix], layout: SignLayout, device: torch.device) -> Iterator[UpdateLaunch]:
     by_launch: dict[tuple[object, ...], list[Matrix]] = {}
     for trained, value in group:
         first = by_launch.get((trained.shape, value.dtype, trained.decay, 0), [(trained, value)])[0][1]
@@ -127,7 +104,7 @@ def _launches(
     for launch in by_launch.values():
         trained, base = launch[0]
         words = [word for each, value in launch for word in _entry(each, value, base, layout.offsets)]
-        yield UpdateLaunch(trained, base, len(launch), words_on(device, words))
+        yield UpdateLaunch(trained, base, words_on(device, words).view(len(launch), -1))
 
 
 def _entry(trained: TrainedTensor, value: Tensor, base: Tensor, offsets: dict[str, int]) -> list[int]:

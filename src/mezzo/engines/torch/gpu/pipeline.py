@@ -53,33 +53,18 @@ class PendingUpdate:
 class CapturedStep(CapturedForward):
     """A shape whose graph begins by applying the pending update and ends by writing the next one."""
 
-    def __init__(
-        self,
-        engine: TorchEngine,
-        rows: PaddedRows,
-        step: DeviceStep,
-        point: ProbePoint,
-        pending: PendingUpdate,
-        outcome: Tensor,
-    ) -> None:
-        super().__init__(engine, rows, step.batch, point, _labels_and_rule(rows, step))
-        self.pending, self.outcome = pending, outcome
+    def __init__(self, pipeline: Pipeline, rows: PaddedRows, step: DeviceStep, point: ProbePoint) -> None:
+        super().__init__(pipeline.engine, rows, step.batch, point, _labels_and_rule(rows, step))
+        self.pending, self.outcome = pipeline.pending, pipeline.outcome
 
     def upload_step(self, rows: PaddedRows, step: DeviceStep, point: ProbePoint) -> None:
         self.staging.upload([*input_words(rows, point), *_labels_and_rule(rows, step)])
 
     def forward(self) -> Tensor:
         self.pending.apply()
-        scores, (labels, rule) = super().forward(), self.extra_inputs
-        compute_update(
-            scores.contiguous(),
-            labels,
-            rule.view(torch.float64),
-            self.point.keys,
-            (self.pending.words, self.pending.coefs),
-            self.outcome,
-            is_normalised(self.batch),
-        )
+        scores, (labels, rule) = super().forward().contiguous(), self.extra_inputs
+        update, normalised = (self.pending.words, self.pending.coefs), is_normalised(self.batch)
+        compute_update(scores, labels, rule.view(torch.float64), self.point.keys, update, self.outcome, normalised)
         return self.outcome
 
 
@@ -96,9 +81,9 @@ class OutcomeBuffer:
         self.arrived.record()
         self.step = step
 
-    def read(self) -> npt.NDArray[np.float64]:
+    def read(self) -> list[float]:
         self.arrived.synchronize()
-        return self.numbers.numpy().copy()
+        return self.numbers.tolist()  # type: ignore[no-any-return]
 
 
 class Pipeline:
@@ -136,8 +121,8 @@ class Pipeline:
             self._in_flight = self._launch(next_step, self.buffers[current is self.buffers[0]])
         if self._in_flight is None:  # otherwise its graph applies the update
             self.pending.apply()
-            self._discard_pending()
-        up, down, keep, coef = current.read().tolist()
+            self.cancel()
+        up, down, keep, coef = current.read()
         self._unconfirmed = Update(((step.probes[0].terms[0][0], coef),), keep)
         return np.array([up, down])
 
@@ -166,25 +151,25 @@ class Pipeline:
         return True
 
     def cancel(self) -> None:
-        """Discard the step in flight, because the weights change or another step is run."""
+        """Discard the step in flight, because the weights change or another step is run, and the pending update."""
         self._in_flight = None
         if self._is_pending:
-            self._discard_pending()
-
-    def _discard_pending(self) -> None:
-        self.pending.discard()
-        self._is_pending = False
+            self.pending.discard()
+            self._is_pending = False
 
     def _launch(self, step: DeviceStep, buffer: OutcomeBuffer) -> OutcomeBuffer | None:
-        """Launch a step and the copy of its outcome to the host; None if the device cannot run this step."""
-        inputs = self._inputs(step)
-        if inputs is None:
+        """Launch a step and the copy of its outcome to the host; None if the device cannot run this step.
+
+        It runs one micro-batch at one ± pair.
+        """
+        if not _is_pair(step.probes) or step.batch.readout.kind == "candidates":
             return None
-        rows, point = inputs
+        rows, *others = self.engine.padded_rows(step.batch)
+        if others or not fits_in_kernel(rows.count, *rows.tail):
+            return None
+        point = ProbePoint(step.probes, self.engine.device)
         key = "step", shape_key(rows, step.batch, point, self.engine.forward.trim_last_layer)
-        captured, used_before = self.graphs.get(
-            key, lambda: CapturedStep(self.engine, rows, step, point, self.pending, self.outcome)
-        )
+        captured, used_before = self.graphs.get(key, lambda: CapturedStep(self, rows, step, point))
         self.graphs.flush()
         captured.upload_step(rows, step, point)
         if used_before:
@@ -192,15 +177,6 @@ class Pipeline:
         self._is_pending = True
         buffer.fetch(captured.run(), step)
         return buffer
-
-    def _inputs(self, step: DeviceStep) -> tuple[PaddedRows, ProbePoint] | None:
-        """The one micro-batch and the one ± pair of a step that the device can run."""
-        if not _is_pair(step.probes) or step.batch.readout.kind == "candidates":
-            return None
-        groups = self.engine.padded_rows(step.batch)
-        if len(groups) > 1 or not fits_in_kernel(groups[0].count, *groups[0].tail):
-            return None
-        return groups[0], ProbePoint(step.probes, self.engine.device)
 
 
 def _is_pair(probes: Sequence[Probe]) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mezzo.engines.torch.weights.noise import ALIGN
@@ -40,13 +41,11 @@ class FlatBuffer:
         for trained, tensor in tensors:
             self.entries.append(FlatEntry(trained, end, tensor.numel()))
             end += -(-tensor.numel() // ALIGN) * ALIGN
-        first = tensors[0][1]
-        self.values = torch.zeros(end, device=first.device, dtype=first.dtype)
+        padded = [F.pad(tensor.detach().flatten(), (0, -tensor.numel() % ALIGN)) for _, tensor in tensors]
+        self.values = torch.cat(padded)
         self.decay = tensors[0][0].decay
         self.sizes = [(entry.trained.name, entry.count) for entry in self.entries]
         """(name, elements) of every tensor, as `NoiseSource` takes them."""
-        for entry, (_, tensor) in zip(self.entries, tensors, strict=True):
-            self.values[entry.start : entry.start + entry.count] = tensor.detach().flatten()
 
     def view(self, entry: FlatEntry) -> Tensor:
         return self.values[entry.start : entry.start + entry.count].view(entry.trained.shape)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -48,31 +47,27 @@ class NoiseSource:
         packed = self.stream(seed, rounding.stream_name(name), first, -(-stop // 4))
         return packed[2 * (start - 4 * first) :][: 2 * (stop - start)]
 
-    def rows(self, seed: int, name: str, shape: tuple[int, int], ids: Tensor) -> Tensor:
-        """Rows `ids` of a matrix's noise, without unpacking the others."""
+    def rows(self, seed: int, name: str, shape: tuple[int, ...], ids: Tensor) -> Tensor:
+        """Rows `ids` of a matrix's noise, without unpacking the others where rows are whole words."""
         count, width = shape
         words_per_row, rest = divmod(width * noise.BITS[self.kind], 64)
-        if not rest and self._is_long(count * width):
-            distinct, inverse = torch.unique(ids, return_inverse=True)
-            parts = [
-                self.stream(seed, name, words_per_row * row, words_per_row * (row + 1)) for row in distinct.tolist()
-            ]
-            return self.unpack(torch.cat(parts)).view(-1, width)[inverse]
-        packed = self.packed_bits(seed, name, count * width)
-        bytes_per_row, rest = divmod(width * noise.BITS[self.kind], 8)
         if rest:
-            return self.unpack(packed)[: count * width].view(count, width)[ids]
-        selected = packed[: count * bytes_per_row].view(count, bytes_per_row)[ids.reshape(-1)]
-        return self.unpack(selected.reshape(-1)).view(*ids.shape, width)
+            return self.dense(seed, name, count * width).view(count, width)[ids]
+        if self._is_long(count * width):
+            distinct, inverse = torch.unique(ids, return_inverse=True)
+            firsts = [words_per_row * row for row in distinct.tolist()]
+            parts = [self.stream(seed, name, first, first + words_per_row) for first in firsts]
+            return self.unpack(torch.cat(parts)).view(-1, width)[inverse]
+        packed = self.packed_bits(seed, name, count * width)[: 8 * words_per_row * count].view(count, -1)
+        return self.unpack(packed[ids.reshape(-1)].reshape(-1)).view(*ids.shape, width)
 
     def factors(self, seed: int, name: str, shape: tuple[int, ...], rank: int) -> tuple[Tensor, Tensor]:
         """±1 factors U[out, r], V[in, r] of low-rank noise."""
-        out, inner = shape
         left, right = (
             _unpack_signs(self.packed_bits(seed, f"{name}/{side}", size * rank, "rademacher"))[: size * rank].view(
                 size, rank
             )
-            for side, size in (("U", out), ("V", inner))
+            for side, size in zip("UV", shape, strict=True)
         )
         return left, right
 
@@ -92,7 +87,7 @@ class NoiseSource:
 
     def stream(self, seed: int, name: str, first: int, last: int) -> Tensor:
         """Words [first, last) of a stream as bytes on the device."""
-        return torch.from_numpy(_to_bytes(noise.words(seed, name, first, last))).to(self.device, non_blocking=True)
+        return self._send(noise.words(seed, name, first, last))
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Packed bytes to float32 values."""
@@ -108,7 +103,10 @@ class NoiseSource:
 
     def _concatenate(self, kind: noise.Kind, seed: int, sizes: Sequence[tuple[str, int]]) -> Tensor:
         words = [noise.words(seed, name, 0, -(-count // ALIGN) * noise.BITS[kind]) for name, count in sizes]
-        return torch.from_numpy(_to_bytes(np.concatenate(words))).to(self.device, non_blocking=True)
+        return self._send(np.concatenate(words))
+
+    def _send(self, words: noise.Words) -> Tensor:
+        return torch.from_numpy(words.astype("<u8", copy=False).view(np.uint8)).to(self.device, non_blocking=True)
 
     def _get_cached(self, key: tuple[int, str], generate: Callable[[], Tensor]) -> Tensor:
         if (packed := self._cache.get(key)) is None:
@@ -117,10 +115,6 @@ class NoiseSource:
             while self._cached_bytes > MAX_CACHED_BYTES and len(self._cache) > 1:
                 self._cached_bytes -= self._cache.popitem(last=False)[1].numel()
         return packed
-
-
-def _to_bytes(words: noise.Words) -> npt.NDArray[np.uint8]:
-    return words.astype("<u8", copy=False).view(np.uint8)
 
 
 def _unpack_signs(packed: Tensor) -> Tensor:

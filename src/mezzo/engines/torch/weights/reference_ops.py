@@ -56,10 +56,9 @@ class ReferenceOps:
             noises = {seed: self._matrix_noise(trained, seed, start, stop) for seed in point.seeds}
             for row, probe in zip(rows[:, start:stop], point.probes, strict=True):
                 perturbed = base
-                for seed, scale in probe.terms[:-1]:
-                    perturbed = torch.add(perturbed, noises[seed], alpha=noise.factor_scale(scale, trained.rank))
-                for seed, scale in probe.terms[-1:]:
-                    torch.add(perturbed, noises[seed], alpha=noise.factor_scale(scale, trained.rank), out=row)
+                for number, (seed, scale) in enumerate(probe.terms, 1):
+                    alpha, target = noise.factor_scale(scale, trained.rank), row if number == len(probe.terms) else None
+                    perturbed = torch.add(perturbed, noises[seed], alpha=alpha, out=target)
                 if not probe.terms:
                     row.copy_(base)
 
@@ -76,8 +75,7 @@ class ReferenceOps:
             noises = [left[ids] @ right.T for left, right in pairs]
         else:
             scales = point.scales
-            rows, width = trained.shape
-            noises = [self.source.rows(seed, trained.name, (rows, width), ids) for seed in point.seeds]
+            noises = [self.source.rows(seed, trained.name, trained.shape, ids) for seed in point.seeds]
         return value[ids].float() + torch.tensordot(scales, torch.stack(noises), dims=1)
 
     def factors(self, trained: TrainedTensor, point: ProbePoint) -> tuple[Tensor, Tensor]:

@@ -6,12 +6,31 @@ Launched without fused multiply-add, they round as plain torch does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from mezzo.engines.torch.forward.probe_point import words_on
 from mezzo.engines.torch.gpu.kernels import philox, rounding
 from mezzo.engines.torch.gpu.kernels.philox import CHUNK
 from mezzo.engines.torch.gpu.kernels.rounding import FLOAT32
+from mezzo.engines.torch.weights.noise import ALIGN
+from mezzo.method import noise
+from mezzo.method.rounding import stream_name
+
+
+def chunk_table(sizes: Sequence[tuple[str, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """For every chunk of a flat buffer of (name, elements): the keys of its tensor, and its number within that tensor."""
+    keys: list[int] = []
+    numbers: list[int] = []
+    for name, count in sizes:
+        chunks = -(-count // ALIGN)
+        keys += [noise.name_hash(name), noise.name_hash(stream_name(name))] * chunks
+        numbers += range(chunks)
+    return words_on(device, keys), torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 @triton.jit
@@ -33,21 +52,8 @@ def _program_chunks(keys, numbers, count, FLAT: tl.constexpr, CHUNKS: tl.constex
 
 
 @triton.jit
-def perturb(
-    value,
-    out,
-    count,
-    keys,
-    numbers,
-    seeds,
-    scales,
-    table,
-    MEMBERS: tl.constexpr,
-    TERMS: tl.constexpr,
-    KIND: tl.constexpr,
-    FLAT: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
+def perturb(value, out, count, keys, numbers, seeds, scales, table, MEMBERS: tl.constexpr, TERMS: tl.constexpr,
+            KIND: tl.constexpr, FLAT: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
     """out[m] = θ + Σ scale[m, k]·z(seed k). θ is read once for all members, and the noise of one seed is generated once."""
     offset, mask, key, _, number = _program_chunks(keys, numbers, count, FLAT, CHUNKS)
     theta = tl.load(value + offset, mask=mask, other=0).to(tl.float32)

@@ -46,10 +46,6 @@ class Factors:
         """Columns of all components for one layer, padded to what kernels take."""
         return max(MIN_COLUMNS, triton.next_power_of_2(len(self.components) * self.rank))  # type: ignore[no-any-return]
 
-    def down_strides(self, inner: int) -> tuple[int, int]:
-        """The distance of a down-factor's columns (of t), and of its rows (of the sum)."""
-        return (1, self.rank) if len(self.components) == 1 else (inner, 1)
-
 
 Arguments = tuple[Tensor, int, int, Tensor, int, Tensor, Tensor, float]
 """Of an up-projection: t, the strides of its splits and rows; the components, their stride and the offsets of the up-factors; the
@@ -216,7 +212,7 @@ def project_down(x: Tensor, factors: Factors, scales: Tensor) -> Tensor:
     split = triton.cdiv(triton.cdiv(inner, splits), DOWN_LAUNCH["INNER"]) * DOWN_LAUNCH["INNER"]
     width = -(-layers * factors.rank // MIN_COLUMNS) * MIN_COLUMNS  # every row begins where vectors can be loaded
     out = torch.empty((splits, rows, width), device=x.device, dtype=x.dtype)
-    column_stride, row_stride = factors.down_strides(inner)
+    column_stride, row_stride = (1, factors.rank) if len(factors.components) == 1 else (inner, 1)
     _project_down[(programs, splits)](
         x, factors.components, factors.components.shape[1], offsets[0], distance, scales, out, width, rows,
         rows // len(scales), factors.scaling, INNER_SIZE=inner, SPLIT=split, COLUMN_STRIDE=column_stride,

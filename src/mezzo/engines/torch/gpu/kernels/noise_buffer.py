@@ -73,17 +73,11 @@ class TransposedFactors:
 class NoiseBuffer:
     """The noise of several (name, elements) in the layout of a flat buffer, for one seed at a time."""
 
-    def __init__(
-        self, kind: noise.Kind, sizes: Sequence[tuple[str, int]], device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self.kind = kind
-        chunks = [-(-count // ALIGN) for _, count in sizes]
-        keys = [[noise.name_hash(name)] * 2 * many for (name, _), many in zip(sizes, chunks, strict=True)]
-        self.keys = words_on(device, [key for repeated in keys for key in repeated])
-        self.numbers = torch.cat([torch.arange(many) for many in chunks]).to(device)
-        self.zeros = torch.zeros(sum(chunks) * ALIGN, device=device, dtype=dtype)
-        self.one = torch.ones(1, device=device)
-        self.values = torch.empty_like(self.zeros)
+    def __init__(self, kind: noise.Kind, sizes: Sequence[tuple[str, int]], values: Tensor) -> None:
+        self.kind, self.values = kind, values
+        self.keys, self.numbers = flat_buffer.chunk_table(sizes, values.device)
+        self.zeros = torch.zeros_like(values)
+        self.one = torch.ones(1, device=values.device)
 
     def fill(self, seed: Tensor) -> None:
         """Write the noise under `seed` into `values`: zeros, perturbed with a scale of one."""
