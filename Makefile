@@ -13,7 +13,7 @@ test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses 2 --dist worksteal
 
 # The GPU's kernels on the CPU, interpreted by Triton, which SGLang's environment has.
-KERNELS := $(addprefix tests/torch_engine/test_,kernels.py decoder.py encoder.py fast.py pipeline.py)
+KERNELS := $(addprefix tests/torch_engine/test_,kernels.py decoder.py encoder.py kernel_forwards.py pipeline.py)
 test-kernels:
 	PYTHON=$(PYTHON) scripts/sglang_env/build.sh .venv-sglang
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest --numprocesses 2 --dist worksteal $(KERNELS)

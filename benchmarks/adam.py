@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from mezzo.config import from_mapping
-from mezzo.engines.torch.forward.inputs import Rows, pack
+from mezzo.engines.torch.forward.inputs import PaddedRows, make_rows
 from mezzo.engines.torch.loading import device_of, load_model
 from mezzo.evaluation.evaluate import Evaluation, evaluate_scores
 from mezzo.runs.setup import resolve_setup
@@ -31,7 +31,7 @@ def finetune(
         if isinstance(module, torch.nn.Dropout):
             module.p = dropout
 
-    def logits(rows: Rows) -> torch.Tensor:
+    def logits(rows: PaddedRows) -> torch.Tensor:
         assert rows.positions is not None
         hidden = model(input_ids=rows.ids.to(device), attention_mask=rows.mask.to(device)).logits
         return hidden[torch.arange(len(hidden), device=device), rows.positions[:, 0].to(device)][:, words].float()
@@ -40,8 +40,8 @@ def finetune(
         batch = Batch(prompts, setup.readout)
         out = np.zeros((1, len(prompts), len(words)), dtype=np.float32)
         with torch.no_grad():
-            for rows in pack(batch, MicroBatch(256), setup.pad_id):
-                rows.place(out, logits(rows).cpu().numpy()[None])
+            for rows in make_rows(batch, MicroBatch(256), setup.pad_id):
+                rows.write_scores(out, logits(rows).cpu().numpy()[None])
         return evaluate_scores(out[0].astype(np.float64), batch, setup.task.metric)
 
     start, zero_shot = time.monotonic(), evaluate(test)
@@ -56,9 +56,9 @@ def finetune(
         for first in range(0, len(train) - size + 1, size):
             for group in optimizer.param_groups:
                 group["lr"] = lr * (1 - step / total)
-            batch = Batch(tuple(train[i] for i in order[first : first + size]), setup.readout)
-            (rows,) = pack(batch, MicroBatch(size), setup.pad_id)
-            labels = torch.tensor([batch.prompts[example].label for example in rows.places[0]], device=device)
+            chosen = Batch(tuple(train[i] for i in order[first : first + size]), setup.readout)
+            (rows,) = make_rows(chosen, MicroBatch(size), setup.pad_id)
+            labels = torch.tensor([chosen.prompts[example].label for example in rows.places[0]], device=device)
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(logits(rows), labels).backward()
             optimizer.step()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mezzo.engines.torch.forward.probe_point import DeviceUpdate, ProbePoint
+from mezzo.method.noise import NOISES
 from mezzo.types import Probe, TrainedTensor, Update
 
 if TYPE_CHECKING:  # needs Triton
@@ -78,8 +79,8 @@ def measure(name: str, noises: list[str], rounds: int) -> Iterator[dict[str, obj
 
     yield row("copy", "", copy, 2)
     for noise in noises:
-        fused = FusedOps(DeviceNoise("gaussian" if noise == "gaussian" else "rademacher", device))
-        rank = 8 if noise == "lowrank" else 0
+        fused = FusedOps(DeviceNoise(NOISES[noise].kind, device))
+        rank = 8 if NOISES[noise].low_rank else 0
         every = [(TrainedTensor(f"t{n}", value.shape, "matrix", rank), value) for n, value in enumerate(values)]
         if not rank:  # low-rank noise is added to activations
             fused.group_signs([[(t.name, value.numel()) for t, value in group] for group in split_by_size(every)])

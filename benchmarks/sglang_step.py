@@ -1,10 +1,10 @@
-"""What a step costs on SGLang: against the torch engine, and against bare scoring calls of SGLang itself.
+"""Time of a step on SGLang, compared with the torch engine and with bare scoring calls of SGLang itself.
 
 python benchmarks/sglang_step.py [--model llama-1b] [--dtype bfloat16] [--batch 64] [--length 32] [--shared 480] [--rounds 5]
 
 Both engines run on one device and take turns in one process. A step is both signs of one direction and the update. `llama-1b` is
-a Llama of that shape with random weights, made on the spot. With --shared, a second table has prompts of which that many tokens
-are the same, as demonstrations are.
+a Llama of that shape with random weights. With --shared, a second table has prompts that begin with that many common tokens, as
+prompts with demonstrations do.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 
 from mezzo.engines import open_engine
 from mezzo.engines.base import EngineSpec
-from mezzo.engines.sglang.rows import rows_of
-from mezzo.engines.sglang.server import requests
+from mezzo.engines.sglang.requests import scoring_body
+from mezzo.engines.sglang.token_rows import token_rows
 from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, Prompt, Readout, Update
 
@@ -32,8 +32,8 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 EPS = 1e-2
 
 
-def made(folder: Path, dtype: str) -> str:
-    """A checkpoint of Llama's 1B shape."""
+def save_llama_1b(folder: Path, dtype: str) -> str:
+    """Save a Llama of 1B shape with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -53,7 +53,7 @@ def made(folder: Path, dtype: str) -> str:
     return str(folder)
 
 
-def batch_of(count: int, length: int, shared: int, seed: int) -> Batch:
+def make_batch(count: int, length: int, shared: int, seed: int) -> Batch:
     rng = np.random.default_rng(seed)
 
     def tokens(size: int) -> tuple[int, ...]:
@@ -72,36 +72,36 @@ def step(engine: Any, batch: Batch, number: int) -> Any:
     return scores
 
 
-def bare(engine: Any, batch: Batch) -> None:
-    """Two whole batches through the workers, under no adapter."""
+def run_bare_calls(engine: Any, batch: Batch) -> None:
+    """Score the batch twice by a call into the workers, under no adapter."""
     for _ in range(2):
         engine.channel.call("score_base", batch=batch, rows=len(batch))
 
 
-def requested(engine: Any, batch: Batch) -> None:
-    """Two whole batches through SGLang's own requests, under no adapter."""
-    rows = rows_of(batch)
+def run_requests(engine: Any, batch: Batch) -> None:
+    """Score the batch twice by SGLang's own requests, under no adapter."""
+    rows = token_rows(batch)
     for _ in range(2):
-        engine.engine.generate(**requests.request(rows, [None] * len(rows), batch.readout))
-        while not engine.channel.call("idle"):
+        engine.engine.generate(**scoring_body(rows, [None] * len(rows), batch.readout))
+        while not engine.channel.call("flush_cache"):
             time.sleep(0.001)
 
 
-def in_turns(cases: dict[str, Callable[[Batch, int], object]], batches: list[Batch]) -> dict[str, list[float]]:
-    """Milliseconds of each case on each batch; the first batch warms up."""
+def time_in_turns(cases: dict[str, Callable[[Batch, int], object]], batches: list[Batch]) -> dict[str, list[float]]:
+    """Milliseconds of each case on each batch; the first two batches warm up."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     for number, batch in enumerate(batches):
         for name, run in cases.items():
-            began = time.perf_counter()
+            start = time.perf_counter()
             run(batch, number + 1)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            times[name].append(1e3 * (time.perf_counter() - began))
+            times[name].append(1e3 * (time.perf_counter() - start))
     return {name: values[2:] for name, values in times.items()}
 
 
 def agreement(sglang: Any, reference: Any, batch: Batch) -> dict[str, float]:
-    """How alike the engines' scores are, and the difference between the two signs that a slope is made of."""
+    """The largest difference of scores, and the correlation of the differences between signs, which give the slope."""
     ours, theirs = (step(engine, batch, 77) for engine in (sglang, reference))
     ours, theirs = (scores - scores.mean(-1, keepdims=True) for scores in (ours, theirs))
     signs = np.corrcoef((ours[0] - ours[1]).ravel(), (theirs[0] - theirs[1]).ravel())[0, 1]
@@ -118,18 +118,18 @@ def main() -> None:
     parser.add_argument("--shared", type=int, default=480)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("sglang_step.json"))
-    parser.add_argument("--kernels", action="store_true", help="also list the device's kernels of one step")
+    parser.add_argument("--kernels", action="store_true", help="also list the GPU kernels of one step")
     options = parser.parse_args()
-    began = time.perf_counter()
-    found: dict[str, Any] = {"options": {k: str(v) for k, v in vars(options).items()}, "seconds": {}}
+    start = time.perf_counter()
+    results: dict[str, Any] = {"options": {k: str(v) for k, v in vars(options).items()}, "seconds": {}}
 
     def note(what: str) -> None:
-        found["seconds"][what] = round(time.perf_counter() - began, 1)
-        options.out.write_text(json.dumps(found, indent=1))
-        print(f"[{found['seconds'][what]:6.1f} s] {what}", flush=True)
+        results["seconds"][what] = round(time.perf_counter() - start, 1)
+        options.out.write_text(json.dumps(results, indent=1))
+        print(f"[{results['seconds'][what]:6.1f} s] {what}", flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        model = made(Path(folder), options.dtype) if options.model == "llama-1b" else options.model
+        model = save_llama_1b(Path(folder), options.dtype) if options.model == "llama-1b" else options.model
         note("checkpoint")
         spec = EngineSpec(
             model,
@@ -145,48 +145,48 @@ def main() -> None:
         try:
             reference = open_engine("torch", spec)
             note("torch started")
-            measure(sglang, reference, options, found, note)
+            measure(sglang, reference, options, results, note)
         finally:
             sglang.close()
 
 
-def measure(sglang: Any, reference: Any, options: Any, found: dict[str, Any], note: Callable[[str], None]) -> None:
+def measure(sglang: Any, reference: Any, options: Any, results: dict[str, Any], note: Callable[[str], None]) -> None:
     count, length = options.batch, options.length
 
-    def shared_or_not(share: bool, batch: Batch, number: int) -> None:
-        sglang.share_prefixes = share
+    def step_without_sharing(batch: Batch, number: int) -> None:
+        sglang.share_prefixes = False
         step(sglang, batch, number)
         sglang.share_prefixes = True
 
-    start = Update(((5, float(np.float32(0.01))),))  # LoRA's B is zero at first, and A's noise then changes nothing
+    first = Update(((5, float(np.float32(0.01))),))  # LoRA's B starts at zero, where noise on A changes nothing
     for engine in (sglang, reference):
-        engine.apply([start])
-    found["agreement"] = agreement(sglang, reference, batch_of(count, length, 0, 99))
-    found["agreement"]["same weights"] = sglang.digest() == reference.digest()
-    note(f"agreement {found['agreement']}")
+        engine.apply([first])
+    results["agreement"] = agreement(sglang, reference, make_batch(count, length, 0, 99))
+    results["agreement"]["same weights"] = sglang.digest() == reference.digest()
+    note(f"agreement {results['agreement']}")
     for name, shared in (("short", 0), ("shared", options.shared))[: 2 if options.shared else 1]:
-        batches = [batch_of(count, length, shared, seed) for seed in range(options.rounds + 2)]
+        batches = [make_batch(count, length, shared, seed) for seed in range(options.rounds + 2)]
         cases: dict[str, Callable[[Batch, int], object]] = {
             "torch step": lambda batch, n: step(reference, batch, n),
             "sglang step": lambda batch, n: step(sglang, batch, n),
-            "sglang, two bare calls": lambda batch, n: bare(sglang, batch),
-            "sglang, two calls of requests": lambda batch, n: requested(sglang, batch),
+            "sglang, two bare calls": lambda batch, n: run_bare_calls(sglang, batch),
+            "sglang, two calls of requests": lambda batch, n: run_requests(sglang, batch),
         }
         if shared:
-            cases["sglang step, nothing shared"] = lambda batch, n: shared_or_not(False, batch, n)
-        before = sglang.count.cached
-        times = in_turns(cases, batches)
-        found[name] = {
+            cases["sglang step, nothing shared"] = step_without_sharing
+        before = sglang.token_counts.cached
+        times = time_in_turns(cases, batches)
+        results[name] = {
             case: {"median": statistics.median(values), "all": [round(v, 2) for v in values]}
             for case, values in times.items()
         }
-        found[name]["cached tokens a step"] = (sglang.count.cached - before) // len(batches)
+        results[name]["cached tokens per step"] = (sglang.token_counts.cached - before) // len(batches)
         note(name)
-        print(table(found[name]), flush=True)
-    ask = {"batch": batch_of(count, length, 0, 55), "probes": (Probe(((8, EPS),)), Probe(((8, -EPS),)))}
-    ask |= {"rows": count, "members": 2, "share": True}
+        print(table(results[name]), flush=True)
+    arguments = {"batch": make_batch(count, length, 0, 55), "probes": (Probe(((8, EPS),)), Probe(((8, -EPS),)))}
+    arguments |= {"rows": count, "members": 2}
     for kernels in (False, True)[: 2 if options.kernels else 1]:
-        text = sglang.channel.call("profile", work="score", values=ask, kernels=kernels)
+        text = sglang.channel.call("profile", function="score", values=arguments, kernels=kernels)
         options.out.with_suffix(".kernels.txt" if kernels else ".host.txt").write_text(text)
         note("kernels" if kernels else "profile")
 

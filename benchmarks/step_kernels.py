@@ -16,9 +16,9 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
-from mezzo.bench.compare import Case, contenders_of, refuse_what_does_not_fit, setting_of, space_and_noise
+from mezzo.bench.compare import Case, build_setting, check_case, contender_factories, parse_space
 from mezzo.bench.contenders import Step
-from mezzo.bench.timing import WARM_UP, now
+from mezzo.bench.timing import WARM_UP, synchronized_time
 from mezzo.config import from_mapping
 from mezzo.errors import MezzoError
 
@@ -36,11 +36,11 @@ class Contender:
 
     def run_steps(self, steps: int) -> float:
         """Run steps in a row; return the milliseconds of each."""
-        start = now(self.device)
+        start = synchronized_time(self.device)
         for _ in range(steps):
             self.step(self.number)
             self.number += 1
-        return 1e3 * (now(self.device) - start) / steps
+        return 1e3 * (synchronized_time(self.device) - start) / steps
 
     def profile(self, steps: int) -> tuple[Counter[str], Counter[str]]:
         """Milliseconds and launches of each kernel (on a CPU: of each operation) in one step."""
@@ -85,11 +85,11 @@ def main() -> None:
 def show(options: argparse.Namespace) -> None:
     config = from_mapping({"dtype": options.dtype, "batch_size": options.batch_size, "model": options.model})
     case = Case(config, options.model, options.batch_size, options.length, 1)
-    refuse_what_does_not_fit(case, 0.0)
-    setting = setting_of(case, 0.0)
+    check_case(case, 0.0)
+    setting = build_setting(case, 0.0)
     with ExitStack() as stack:
-        spaces = [space_and_noise(text) for text in options.space.split(",")]
-        makers = contenders_of(config, setting, spaces, False, stack)
+        spaces = [parse_space(text) for text in options.space.split(",")]
+        makers = contender_factories(config, setting, spaces, False, stack)
         contenders = {name: Contender(make(), setting.device) for name, make in makers.items()}
         rounds = [
             {name: contender.run_steps(options.steps) for name, contender in contenders.items()}

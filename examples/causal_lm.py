@@ -1,4 +1,4 @@
-"""A causal model: the label words are the next token after the prompt, here `{text} It was`.
+"""Fine-tune a causal LM: the label word is the next token after the prompt, here `{text} It was`.
 
 python examples/causal_lm.py
 """

@@ -1,4 +1,4 @@
-"""Train on a number that has no gradient: mistakes that cost differently, counted, not smoothed.
+"""Train on an objective without a gradient: mistakes with different costs.
 
 python examples/custom_objective.py
 """
@@ -12,20 +12,20 @@ import mezzo
 
 COST = np.array(
     [
-        [0.0, 5.0],  # a negative review called positive: five points
-        [1.0, 0.0],  # a positive review called negative: one point
+        [0.0, 5.0],  # a negative review predicted as positive costs five points
+        [1.0, 0.0],  # a positive review predicted as negative costs one point
     ]
 )
 
 
 def cost(scores, batch):
-    """scores[probe, example, label] and the batch to one loss per probe; lower is better."""
+    """Return one loss per probe from scores[probe, example, label]; lower is better."""
     predicted = scores.argmax(axis=2)
     return COST[batch.labels, predicted].mean(axis=1)
 
 
 def main(folder: Path) -> None:
-    # A step of counted mistakes is often flat, so the perturbation is larger than for cross-entropy.
+    # Small perturbations rarely change a prediction, so eps is larger than for cross-entropy.
     run = mezzo.finetune(
         objective=cost,
         space="lora",

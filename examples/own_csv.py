@@ -1,4 +1,4 @@
-"""Your own labels in your own CSV: describe the task in five lines, train on the file, label new texts.
+"""Train on your own CSV file with your own labels: describe the task in a few lines, train, label new texts.
 
 python examples/own_csv.py
 """
@@ -46,7 +46,7 @@ def main(folder: Path) -> None:
         writer.writeheader()
         writer.writerows(rows)
 
-    # k=4: four examples per label to train on, four more per label to choose the best checkpoint.
+    # k=4: four examples per label for training, and four more per label to choose the best checkpoint.
     run = mezzo.finetune(task=TASK, train=str(data), k=4, steps=30, eval_every=10, threads=1, out=str(folder / "run"))
     print(run)
 

@@ -1,4 +1,4 @@
-"""LoRA on SGLang in process, with the bundled causal model. SGLang spawns its processes, hence the guard at the end."""
+"""LoRA on SGLang in process, with the bundled causal model. SGLang spawns its processes, which needs the guard at the end."""
 
 from importlib import resources
 

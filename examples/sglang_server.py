@@ -4,8 +4,8 @@ python -m sglang.launch_server --model-path MODEL --port 30000 --dtype float32 -
     --lora-target-modules q_proj k_proj v_proj --max-loras-per-batch 4
 python examples/sglang_server.py http://localhost:30000 [http://other:30000 …]
 
-MODEL is the folder that `mezzo.engines.hf_hub.locate("mezzo/llama-mini")` names. All prompts begin with the same eight
-demonstrations, which SGLang computes once for each sign of a step; its own counter says how many tokens that saved.
+MODEL is the folder that `mezzo.engines.hf_hub.locate("mezzo/llama-mini")` returns. All prompts begin with the same eight
+demonstrations, which SGLang computes once for each sign of a step; its own counters tell how many tokens that saves.
 """
 
 import sys

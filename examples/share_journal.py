@@ -1,4 +1,4 @@
-"""A fine-tune as a file of a few kilobytes: train, export the journal, rebuild the weights elsewhere, verify them.
+"""Share a fine-tuned model as a file of a few kilobytes: export the journal, rebuild and verify the weights elsewhere.
 
 python examples/share_journal.py
 """
@@ -10,24 +10,25 @@ from pathlib import Path
 import mezzo
 
 
-def main(here: Path, elsewhere: Path) -> None:
-    run = mezzo.finetune(space="lora", steps=20, eval_every=10, eval_limit=50, threads=1, out=str(here / "run"))
-    file = mezzo.export(run.out, "journal", here / "reviews.mezzo")
-    print(f"{file.stat().st_size:,} bytes stand for {run.steps} steps; digest {run.digest[:16]}")
+def main(sender: Path, receiver: Path) -> None:
+    run = mezzo.finetune(space="lora", steps=20, eval_every=10, eval_limit=50, threads=1, out=str(sender / "run"))
+    journal = mezzo.export(run.out, "journal", sender / "reviews.mezzo")
+    print(f"{run.steps} steps in {journal.stat().st_size:,} bytes; digest {run.digest[:16]}")
 
-    # Only this file travels. Whoever has the same base model makes the same weights from it, bit for bit.
-    received = Path(shutil.copy(file, elsewhere))
+    # Only this file is sent. Anyone with the same base model can rebuild the same weights from it, bit for bit.
+    received = Path(shutil.copy(journal, receiver))
     shutil.rmtree(run.out)
 
-    found = mezzo.verify(received)
-    print(f"rebuilt {found.steps} steps: {'the same bits' if found.ok and found.digest == run.digest else 'MISMATCH'}")
+    rebuilt = mezzo.verify(received)
+    same = rebuilt.ok and rebuilt.digest == run.digest
+    print(f"rebuilt {rebuilt.steps} steps: {'the same bits' if same else 'MISMATCH'}")
 
-    adapter = mezzo.export(received, "adapter", elsewhere / "adapter")
+    adapter = mezzo.export(received, "adapter", receiver / "adapter")
     print("a PEFT adapter:", ", ".join(sorted(path.name for path in adapter.iterdir())))
     for row in mezzo.predict(["A film with a big heart."], received):
         print(row["label"], row["probabilities"])
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
-        main(Path(one), Path(two))
+    with tempfile.TemporaryDirectory() as sender, tempfile.TemporaryDirectory() as receiver:
+        main(Path(sender), Path(receiver))

@@ -24,12 +24,12 @@ def table_of_options() -> str:
     """Every option of a run, from the one place that defines them."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
     try:
-        from mezzo.config import options
+        from mezzo.config import OPTIONS
     finally:
         sys.path.pop(0)
     rows = ["| option | group | default | |", "|---|---|---|---|"]
-    for option in options():
+    for option in OPTIONS.values():
         default = "" if option.default in (None, "", ()) else f"`{option.default}`"
-        about = str(option.metadata["help"]).replace("|", "\\|").replace("*", "\\*")
-        rows.append(f"| `{option.name}` | {option.metadata['group']} | {default} | {about} |")
+        about = option.help.replace("|", "\\|").replace("*", "\\*")
+        rows.append(f"| `{option.name}` | {option.group} | {default} | {about} |")
     return "\n".join(rows)

@@ -1,6 +1,6 @@
-"""Draws the figures of the documentation: python scripts/figures.py writes docs/figures/*.svg, always the same bytes.
+"""Draw the figures of the documentation: `python scripts/figures.py` writes docs/figures/*.svg, always the same bytes.
 
-What can be computed is computed: the path of the last figure is made by the package's own noise and the step of the paper.
+The path in the last figure is computed, with the package's own noise and the published step.
 """
 
 from __future__ import annotations
@@ -19,45 +19,47 @@ INK, SOFT, BLUE, ORANGE, GREEN, PALE = "#1c2430", "#6b7280", "#2563eb", "#d97706
 
 
 class Picture:
-    """Shapes on a white card, which reads on light and on dark pages."""
+    """Shapes on a white card, readable on light and dark pages."""
 
-    def __init__(self, width: int, height: int, about: str) -> None:
+    def __init__(self, width: int, height: int, description: str) -> None:
         self.shapes = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img" '
-            f'aria-label="{escape(about)}" font-family="system-ui, sans-serif" font-size="15">',
+            f'aria-label="{escape(description)}" font-family="system-ui, sans-serif" font-size="15">',
             '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
             f'<path d="M0,0 L8,4 L0,8 z" fill="{INK}"/></marker></defs>',
             f'<rect width="{width}" height="{height}" rx="10" fill="#ffffff"/>',
         ]
 
-    def text(self, x: float, y: float, words: str, ink: str = INK, anchor: str = "middle", size: int = 15) -> None:
+    def text(self, x: float, y: float, text: str, color: str = INK, anchor: str = "middle", size: int = 15) -> None:
         self.shapes.append(
-            f'<text x="{x:g}" y="{y:g}" fill="{ink}" text-anchor="{anchor}" font-size="{size}">{escape(words)}</text>'
+            f'<text x="{x:g}" y="{y:g}" fill="{color}" text-anchor="{anchor}" font-size="{size}">{escape(text)}</text>'
         )
 
     def line(
-        self, points: list[tuple[float, float]], ink: str = INK, wide: float = 2, dash: str = "", tip: bool = False
+        self, points: list[tuple[float, float]], color: str = INK, width: float = 2, dash: str = "", tip: bool = False
     ) -> None:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        more = (f' stroke-dasharray="{dash}"' if dash else "") + (' marker-end="url(#tip)"' if tip else "")
-        self.shapes.append(f'<polyline points="{path}" fill="none" stroke="{ink}" stroke-width="{wide}"{more}/>')
+        attributes = (f' stroke-dasharray="{dash}"' if dash else "") + (' marker-end="url(#tip)"' if tip else "")
+        self.shapes.append(
+            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width}"{attributes}/>'
+        )
 
-    def dot(self, x: float, y: float, ink: str, size: float = 6) -> None:
-        self.shapes.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{size}" fill="{ink}"/>')
+    def dot(self, x: float, y: float, color: str, size: float = 6) -> None:
+        self.shapes.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{size}" fill="{color}"/>')
 
     def box(
-        self, x: float, y: float, width: float, height: float, words: str, fill: str = PALE, ink: str = INK
+        self, x: float, y: float, width: float, height: float, text: str, fill: str = PALE, color: str = INK
     ) -> None:
         self.shapes.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="7" fill="{fill}" stroke="{SOFT}"/>'
         )
-        lines = words.split("\n")
-        for number, each in enumerate(lines):
-            self.text(x + width / 2, y + height / 2 + 5 + 20 * (number - (len(lines) - 1) / 2), each, ink)
+        lines = text.split("\n")
+        for number, line in enumerate(lines):
+            self.text(x + width / 2, y + height / 2 + 5 + 20 * (number - (len(lines) - 1) / 2), line, color)
 
-    def ellipse(self, x: float, y: float, wide: float, high: float) -> None:
+    def ellipse(self, x: float, y: float, rx: float, ry: float) -> None:
         self.shapes.append(
-            f'<ellipse cx="{x:.1f}" cy="{y:.1f}" rx="{wide:.1f}" ry="{high:.1f}" fill="none" stroke="{SOFT}" opacity="0.45"/>'
+            f'<ellipse cx="{x:.1f}" cy="{y:.1f}" rx="{rx:.1f}" ry="{ry:.1f}" fill="none" stroke="{SOFT}" opacity="0.45"/>'
         )
 
     def __str__(self) -> str:
@@ -65,7 +67,7 @@ class Picture:
 
 
 def step() -> Picture:
-    """Two losses along a random direction, the slope between them, and the step against it."""
+    """Two losses along a random direction, the slope between them, and the step downhill."""
     picture = Picture(
         640, 340, "The loss along a random direction z, measured at θ minus εz and θ plus εz, gives a slope"
     )
@@ -79,15 +81,15 @@ def step() -> Picture:
     picture.text(92, 46, "loss", SOFT)
     picture.line([(x, loss(x)) for x in range(80, 541, 4)], BLUE, 3)
     left, middle, right = 330, 400, 470
-    for place, name in ((left, "θ−εz"), (middle, "θ"), (right, "θ+εz")):
-        picture.line([(place, 290), (place, loss(place))], SOFT, 1, "3 4")
-        picture.text(place, 312, name)
-    for place, name in ((left, "L₋"), (right, "L₊")):
-        picture.line([(60, loss(place)), (place, loss(place))], SOFT, 1, "3 4")
-        picture.text(42, loss(place) + 5, name)
-        picture.dot(place, loss(place), ORANGE)
-    steep = (loss(right) - loss(left)) / (right - left)
-    picture.line([(290, loss(left) - 40 * steep), (510, loss(right) + 40 * steep)], ORANGE)
+    for at, name in ((left, "θ−εz"), (middle, "θ"), (right, "θ+εz")):
+        picture.line([(at, 290), (at, loss(at))], SOFT, 1, "3 4")
+        picture.text(at, 312, name)
+    for at, name in ((left, "L₋"), (right, "L₊")):
+        picture.line([(60, loss(at)), (at, loss(at))], SOFT, 1, "3 4")
+        picture.text(42, loss(at) + 5, name)
+        picture.dot(at, loss(at), ORANGE)
+    slope = (loss(right) - loss(left)) / (right - left)
+    picture.line([(290, loss(left) - 40 * slope), (510, loss(right) + 40 * slope)], ORANGE)
     picture.text(150, 84, "g = (L₊ − L₋) / 2ε", ORANGE, "start", 18)
     picture.line([(middle, 270), (middle - 130, 270)], GREEN, 3, tip=True)
     picture.text(middle - 140, 275, "step: −lr · g · z", GREEN, "end")
@@ -95,7 +97,7 @@ def step() -> Picture:
 
 
 def words() -> Picture:
-    """From a text to a loss through the words of pretraining."""
+    """From a text to a loss through a template and label words."""
     picture = Picture(
         760, 210, "A template turns a text into a sentence with a mask; label words at the mask become a loss"
     )
@@ -116,12 +118,12 @@ def words() -> Picture:
 
 
 def forward() -> Picture:
-    """Both signs in the batch dimension of one forward."""
-    picture = Picture(720, 230, "The rows at θ+εz and θ−εz go through one forward; base weights are read once")
+    """Both probes stacked along the batch dimension of one forward pass."""
+    picture = Picture(720, 230, "The rows at θ+εz and θ−εz share one forward pass; base weights are read once")
     picture.box(16, 80, 110, 70, "batch\nB examples")
     picture.box(186, 30, 150, 56, "rows at θ+εz", "#fdf1e3")
     picture.box(186, 144, 150, 56, "rows at θ−εz", "#e8f5ec")
-    picture.box(396, 62, 150, 106, "one forward\nbase weights\nread once", "#e7eefc")
+    picture.box(396, 62, 150, 106, "one forward pass,\nbase weights\nread once", "#e7eefc")
     picture.box(606, 30, 98, 56, "scores → L₊", "#fdf1e3")
     picture.box(606, 144, 98, 56, "scores → L₋", "#e8f5ec")
     for start, end in (
@@ -137,7 +139,7 @@ def forward() -> Picture:
 
 
 def journal() -> Picture:
-    """Base model and (seed, scalar) pairs give the weights."""
+    """Base model plus (seed, scalar) pairs give the weights."""
     picture = Picture(760, 210, "Base model plus journal of seeds and scalars gives the fine-tuned weights bit for bit")
     picture.box(16, 62, 150, 86, "base model\nθ₀\ndigest 998b…")
     picture.text(196, 112, "+", size=28)
@@ -152,19 +154,19 @@ def journal() -> Picture:
     picture.line([(466, 105), (566, 105)], tip=True)
     picture.text(516, 92, "replay", SOFT, size=13)
     picture.text(516, 126, "θ ← θ − c·z", SOFT, size=13)
-    picture.box(572, 62, 172, 86, "fine-tuned weights\nthe same bits\neverywhere", "#e8f5ec")
-    picture.text(346, 194, "journal: 20,000 steps are under 100 KB", SOFT, size=13)
+    picture.box(572, 62, 172, 86, "fine-tuned weights,\nthe same bits\non any machine", "#e8f5ec")
+    picture.text(346, 194, "journal: 20,000 steps in less than 100 KB", SOFT, size=13)
     return picture
 
 
 def descent() -> Picture:
-    """Many poor directions: the path of zeroth-order steps on a bowl, beside gradient descent."""
+    """The path of many zeroth-order steps on a quadratic loss, next to that of gradient descent."""
     picture = Picture(
-        640, 390, "Zeroth-order steps wander, and reach the bottom of the bowl that gradient descent walks to"
+        640, 390, "Zeroth-order steps take a noisy path to the minimum that gradient descent reaches directly"
     )
     curve = np.array([1.0, 4.0])
 
-    def place(point: np.ndarray) -> tuple[float, float]:
+    def to_pixels(point: np.ndarray) -> tuple[float, float]:
         return 320 + 105 * float(point[0]), 210 - 105 * float(point[1])
 
     for level in (0.05, 0.3, 0.8, 1.6, 2.7, 4.1):
@@ -177,16 +179,16 @@ def descent() -> Picture:
         z = np.array([noise.dense("gaussian", noise.step_seed(2, number, 0), "figure", i, i + 1)[0] for i in (0, 1)])
         up, down = (float((curve * (zeroth[-1] + sign * 1e-3 * z) ** 2).sum()) / 2 for sign in (1, -1))
         zeroth.append(zeroth[-1] - 0.04 * (up - down) / 2e-3 * z)
-    picture.line([place(p) for p in gradient], SOFT, 2.5, "6 4")
-    picture.line([place(p) for p in zeroth], BLUE, 2)
+    picture.line([to_pixels(p) for p in gradient], SOFT, 2.5, "6 4")
+    picture.line([to_pixels(p) for p in zeroth], BLUE, 2)
     for point in zeroth[::4]:
-        picture.dot(*place(point), BLUE, 2.6)
-    picture.dot(*place(start), INK)
-    picture.text(place(start)[0], place(start)[1] - 12, "start")
+        picture.dot(*to_pixels(point), BLUE, 2.6)
+    picture.dot(*to_pixels(start), INK)
+    picture.text(to_pixels(start)[0], to_pixels(start)[1] - 12, "start")
     picture.line([(404, 28), (436, 28)], BLUE, 3)
-    picture.text(444, 33, "two losses a step", anchor="start", size=14)
+    picture.text(444, 33, "zeroth-order steps", anchor="start", size=14)
     picture.line([(404, 50), (436, 50)], SOFT, 3, "6 4")
-    picture.text(444, 55, "gradients", anchor="start", size=14)
+    picture.text(444, 55, "gradient descent", anchor="start", size=14)
     return picture
 
 

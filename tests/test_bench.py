@@ -1,4 +1,4 @@
-"""The benchmark verb: its contenders do what their names say, its figures have the promised keys, its mistakes one line."""
+"""`mezzo bench`: contenders do what their names say, results have the documented keys, errors are one line."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from mezzo.bench import bench, contenders, published_step, shapes, timing
-from mezzo.bench.memory import Memory
+from mezzo.bench.memory import TensorMemory
 from mezzo.cli import main
 from mezzo.method.space import Space
 
-TINY = shapes._roberta(32, 2, 4, vocabulary=200)
+TINY = shapes.roberta_shape(32, 2, 4, vocabulary=200)
 CPU = torch.device("cpu")
 
 
@@ -29,7 +29,7 @@ def setting() -> contenders.Setting:
     return contenders.Setting(TINY, batch, 4, 1, 24, torch.float32, CPU)
 
 
-def test_every_row_has_the_promised_keys(monkeypatch, capsys):
+def test_json_rows_have_the_documented_keys(monkeypatch, capsys):
     monkeypatch.setitem(shapes.SHAPES, "roberta-mini", TINY)
     spaces = "lora,full:gaussian,matrices:lowrank"
     code = main(["bench", "--batch-size", "4", "--length", "8", "--rounds", "5", "--space", spaces, "--json"])
@@ -50,35 +50,48 @@ def test_every_row_has_the_promised_keys(monkeypatch, capsys):
         assert statistics.median(row["all_ms"]) == row["ms"] and len(row["all_ms"]) == row["rounds"] == 5
         assert row["ms"] > 0 and row["peak_mib"] > 0
         assert row["ratio"] == pytest.approx(row["ms"] / rows[2]["ms"])
-    assert "mezzo lora" in err, "the table goes where a program does not read"
+    assert "mezzo lora" in err, "with --json the table goes to standard error"
+
+
+def test_plan_is_printed_instead_of_timings(monkeypatch, capsys):
+    monkeypatch.setitem(shapes.SHAPES, "roberta-mini", TINY)
+    assert main(["bench", "--plan", "--space", "lora,full:gaussian", "--device", "cpu", "--json"]) == 0
+    out, err = capsys.readouterr()
+    lora, full = json.loads(out.splitlines()[-1])
+    assert (lora["model"], lora["space"], full["space"], full["noise"]) == ("roberta-mini", "lora", "full", "gaussian")
+    reason = "no kernels: they need a GPU"
+    line = {"count": 4, "module": "Linear", "forward": "population linear (LoRA)", "reason": reason}
+    assert line in lora["lines"]
+    assert "roberta-mini, lora, rademacher, float32, cpu\n    1  RobertaModel" in err
 
 
 @pytest.mark.parametrize(
     ("sweep", "key", "values"),
     [("batch", "batch_size", [2, 4, 8, 16]), ("length", "length", [8, 16, 32]), ("population", "samples", [1, 2, 4])],
 )
-def test_sweeps_grow_one_thing(sweep, key, values, monkeypatch):
+def test_sweep_grows_one_dimension(sweep, key, values, monkeypatch):
     monkeypatch.setitem(shapes.SHAPES, "roberta-mini", TINY)
-    rows = bench({"space": "lora", "batch_size": 2}, length=8, rounds=5, sweep=sweep, published=False).rows
-    assert not any("published" in row.what for row in rows)
-    assert [getattr(row.conditions, key) for row in rows if row.what == "bare doubled forward"] == values
+    timings = bench({"space": "lora", "batch_size": 2}, length=8, rounds=5, sweep=sweep, published=False).timings
+    assert not any("published" in timing.what for timing in timings)
+    bare = [timing for timing in timings if timing.what == "bare doubled forward"]
+    assert [getattr(timing.conditions, key) for timing in bare] == values
 
 
-def test_a_sweep_of_models_goes_through_the_larger_ones(monkeypatch):
+def test_model_sweep_includes_the_larger_models(monkeypatch):
     for name in ("roberta-base", "roberta-large"):
         monkeypatch.setitem(shapes.SHAPES, name, TINY)
     options = {"space": "lora", "batch_size": 2, "model": "roberta-base"}
-    rows = bench(options, length=8, rounds=5, sweep="model", published=False).rows
-    assert [row.conditions.model for row in rows if "bare" in row.what] == ["roberta-base", "roberta-large"]
+    timings = bench(options, length=8, rounds=5, sweep="model", published=False).timings
+    assert [timing.conditions.model for timing in timings if "bare" in timing.what] == ["roberta-base", "roberta-large"]
 
 
-def test_the_released_step_pads_to_the_maximum_and_runs_the_recipe(setting, monkeypatch):
+def test_published_step_pads_to_max_length_and_runs_the_recipe(setting, monkeypatch):
     seen: list[tuple[int, ...]] = []
-    kept = torch.nn.Embedding.forward
+    forward = torch.nn.Embedding.forward
     monkeypatch.setattr(
-        torch.nn.Embedding, "forward", lambda self, ids: (seen.append(tuple(ids.shape)), kept(self, ids))[1]
+        torch.nn.Embedding, "forward", lambda self, ids: (seen.append(tuple(ids.shape)), forward(self, ids))[1]
     )
-    steps: list[published_step.Step] = []
+    steps: list[published_step.StepResult] = []
     plain = published_step.step
     monkeypatch.setattr(published_step, "step", lambda *a, **k: steps.append(plain(*a, **k)))
     longest = max(len(p.ids) for p in setting.batch.prompts)
@@ -91,8 +104,8 @@ def test_the_released_step_pads_to_the_maximum_and_runs_the_recipe(setting, monk
     assert steps[0].loss_plus == pytest.approx(steps[1].loss_plus, rel=1e-4)
 
 
-def test_the_step_is_the_trainers_and_moves_the_weights(setting, tmp_path):
-    step = contenders.ours(setting, Space("lora", rank=2), "rademacher", tmp_path)
+def test_mezzo_step_is_the_trainers_step_and_changes_weights(setting, tmp_path):
+    step = contenders.mezzo_step(setting, Space("lora", rank=2), "rademacher", tmp_path)
     engine = step.__self__.engine
     before = engine.digest()
     record = step(0)
@@ -100,26 +113,27 @@ def test_the_step_is_the_trainers_and_moves_the_weights(setting, tmp_path):
     assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 2
 
 
-def test_the_bare_forward_doubles_the_rows_and_perturbs_nothing(setting):
+def test_bare_forward_doubles_the_rows_without_perturbation(setting):
     scores = contenders.bare(setting)(0)
     assert scores.shape == (2, 4, 2)
     assert (scores[0] == scores[1]).all()
 
 
-def test_contenders_take_turns():
+def test_contenders_are_timed_in_turns():
     order: list[str] = []
-    found = timing.interleaved({n: lambda n=n: lambda number: order.append(n) for n in "abc"}, CPU, rounds=5)
+    factories = {n: lambda n=n: lambda number: order.append(n) for n in "abc"}
+    contenders_timed = timing.time_in_turns(factories, CPU, rounds=5)
     assert order == list("aaabbbccc" + "abcbcacababcbca")
-    assert all(len(one.ms) == 5 and one.median == statistics.median(one.ms) for one in found.values())
+    assert all(len(each.ms) == 5 and each.median == statistics.median(each.ms) for each in contenders_timed.values())
 
 
-def test_memory_counts_tensors():
-    with Memory(CPU) as memory:
-        kept = torch.ones(2**18) + torch.ones(2**18)
-    assert (kept.numel() * 4, memory.kept, memory.peak) == (2**20, 2**20, 3 * 2**20)
+def test_tensor_memory_counts_tensors():
+    with TensorMemory(CPU) as memory:
+        total = torch.ones(2**18) + torch.ones(2**18)
+    assert (total.numel() * 4, memory.allocated, memory.peak) == (2**20, 2**20, 3 * 2**20)
 
 
-MISTAKES = {
+ERRORS = {
     "shape": (["--model", "roberta-larg"], "did you mean 'roberta-large'"),
     "space": (["--space", "lorra"], "did you mean 'lora'"),
     "noise": (["--space", "full:gausian"], "did you mean 'gaussian'"),
@@ -138,9 +152,9 @@ MISTAKES = {
     "no sweep": (["--sweep="], "sweep is one of batch, length, population, model, not ''"),
     "no batch": (["--batch-size", "99999999999999999999"], "batch_size must be at most 1048576"),
     "tokens": (["--batch-size", "1000000"], "a batch of 1000000 rows of 32 tokens is too much to time"),
-    "thin": (["--space", "lora:lowrank"], "what lora trains is thin already"),
+    "low-rank noise": (["--space", "lora:lowrank"], "space lora trains no matrices of the model"),
 }
-UNKNOWN = {
+UNKNOWN_OPTIONS = {
     "--lenght=3": "unknown option --lenght; did you mean '--length'?",
     "--noise=gaussian": "unknown option --noise; name it with the space, as in --space full:gaussian",
     "--lr=1": "unknown option --lr: 'mezzo train' has it, 'mezzo bench' has not",
@@ -150,32 +164,32 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_mistakes_are_told_in_one_line(arguments, message, capsys):
+@pytest.mark.parametrize(("arguments", "message"), ERRORS.values(), ids=ERRORS)
+def test_invalid_options_give_a_one_line_error(arguments, message, capsys):
     assert main(["bench", *arguments]) == 2
     error = capsys.readouterr().err
     assert [message in line for line in error.splitlines()] == [True], "in one line, before anything is timed"
 
 
-@pytest.mark.parametrize(("argument", "message"), UNKNOWN.items())
-def test_unknown_options_are_compared_with_those_of_the_verb(argument, message, capsys):
+@pytest.mark.parametrize(("argument", "message"), UNKNOWN_OPTIONS.items())
+def test_unknown_option_suggests_one_of_bench(argument, message, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["bench", argument])
     error = capsys.readouterr().err
     assert ended.value.code == 2 and error.count("\n") == 1 and message in error
 
 
-def test_the_help_names_every_shape(capsys):
+def test_help_lists_every_shape(capsys):
     with pytest.raises(SystemExit):
         main(["bench", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert f"shape of the model: {', '.join(shapes.SHAPES)}, or several" in shown
 
 
-def test_figures_are_shown_as_they_come(monkeypatch, capsys):
-    """What was timed before something fails is not lost."""
+def test_results_are_shown_as_soon_as_each_case_is_done(monkeypatch, capsys):
+    """Timings are not lost if a later case fails."""
     monkeypatch.setitem(shapes.SHAPES, "roberta-mini", TINY)
-    monkeypatch.setitem(shapes.SHAPES, "roberta-base", replace(TINY, still="no such tensor"))
+    monkeypatch.setitem(shapes.SHAPES, "roberta-base", replace(TINY, small_tensor="no such tensor"))
     arguments = ["bench", "--model", "roberta-mini,roberta-base", "--batch-size", "2", "--length", "8", "--rounds", "5"]
     assert main([*arguments, "--space", "lora", "--no-published"]) == 2
     out, err = capsys.readouterr()
@@ -184,12 +198,12 @@ def test_figures_are_shown_as_they_come(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("signal_number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
-def test_a_bench_that_is_ended_leaves_nothing_behind(signal_number, code, tmp_path):
+def test_bench_removes_its_folders_when_terminated(signal_number, code, tmp_path):
     command = [sys.executable, "-m", "mezzo", "bench", "--batch-size", "4", "--length", "400", "--rounds", "900"]
     environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    # As from a terminal: a test run in the background may have been told to ignore Ctrl-C.
+    # As in a terminal: tests that run in the background may ignore Ctrl-C.
     with subprocess.Popen(
-        command, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, preexec_fn=_listen
+        command, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, preexec_fn=_reset_signals
     ) as process:
         deadline = time.monotonic() + 120
         while not list(tmp_path.glob("mezzo-bench-*/journal*")) and time.monotonic() < deadline:
@@ -199,15 +213,15 @@ def test_a_bench_that_is_ended_leaves_nothing_behind(signal_number, code, tmp_pa
     assert not list(tmp_path.glob("mezzo-bench-*"))
 
 
-def _listen() -> None:
+def _reset_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
-def test_output_that_cannot_be_written():
+def test_unwritable_standard_output_is_one_line():
     command = f"{sys.executable} -m mezzo tasks"
     full = subprocess.run(f"{command} > /dev/full", shell=True, capture_output=True, text=True)
-    said = "mezzo: standard output cannot be written: no space left on its device\n"
-    assert (full.returncode, full.stderr) == (1, said)
+    message = "mezzo: standard output cannot be written: no space left on its device\n"
+    assert (full.returncode, full.stderr) == (1, message)
     closed = subprocess.run(f"{command} >&-", shell=True, capture_output=True, text=True)
     assert (closed.returncode, closed.stderr) == (0, "")

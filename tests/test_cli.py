@@ -1,4 +1,4 @@
-"""The verbs as a user runs them, on a tiny model in a folder."""
+"""The commands as a user runs them, on a tiny model in a folder."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mezzo.cli import main
+from mezzo.method import noise
 
 FAST = ["--steps", "12", "--batch-size", "4", "--eval-every", "6", "--threads", "1"]
 
@@ -56,14 +57,18 @@ def test_train_verify_eval_export(space, tiny, tmp_path, capsys):
     assert (again["ok"], again["digest"]) == (True, result["digest"])
 
 
-def test_help_imports_no_torch():
-    code = "import sys, mezzo.cli; mezzo.cli.build().format_help(); sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+QUICK = {
+    "the package": "import mezzo",
+    "configuration": "import mezzo.config",
+    "engines": "import mezzo.engines.registry",
+    "help": "from mezzo.cli.parser import build_parser; build_parser().format_help()",
+}
 
 
-def test_importing_the_package_imports_no_torch():
-    code = "import sys, mezzo; sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+@pytest.mark.parametrize("code", QUICK.values(), ids=QUICK)
+def test_help_and_configuration_import_neither_torch_nor_numpy(code):
+    check = "import sys; sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", f"{code}; {check}"], check=False).returncode == 0
 
 
 def test_predict_reads_lines_and_json(tiny, tmp_path, capsys):
@@ -122,6 +127,8 @@ MISTAKES = {
         "no device to compute on",
     ),
     "task to show": (["tasks", "show"], "name the task"),
+    "--quantize on sglang": (["train", "--engine", "sglang", "--quantize", "8bit"], "--quantize belongs to the torch"),
+    "--tp on torch": (["train", "--tp", "2"], "--tp belongs to the sglang engine: add --engine sglang"),
 }
 
 
@@ -135,3 +142,13 @@ def test_mistakes_get_one_line_and_exit_2(case, tmp_path, capsys, monkeypatch):
     assert expected in err
     assert len(err.strip().splitlines()) == 1
     assert not list(tmp_path.glob("runs/*"))
+
+
+def test_noise_without_an_implementation_is_refused(tiny, tmp_path, capsys, monkeypatch):
+    """A new kind must not run as one of the others."""
+    monkeypatch.setitem(noise.NOISES, "cauchy", noise.Noise("cauchy"))
+    assert main(["train", *tiny, "--space", "full", "--noise", "cauchy", "--out", str(tmp_path / "run")]) == 2
+    err = capsys.readouterr().err
+    assert "the torch engine does not implement cauchy noise, only rademacher and gaussian" in err
+    assert len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()

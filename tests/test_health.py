@@ -11,7 +11,7 @@ import mezzo
 from mezzo.cli import main
 from mezzo.errors import ConfigError
 from mezzo.runs.health import Health, verdict
-from mezzo.runs.trackers import Trackers, figures_of
+from mezzo.runs.trackers import Trackers, event_figures
 from tests.conftest import SENTENCES
 
 
@@ -21,10 +21,10 @@ def kinds(losses, slopes=lambda step: [1.0], looks=(), objective="cross_entropy"
     for step in range(len(losses) + 1):
         for at, loss, value in looks:
             if at == step:
-                found += [f.kind for f in health.see("evaluation", {"step": step, "loss": loss, "value": value})]
+                found += [f.kind for f in health.watch("evaluation", {"step": step, "loss": loss, "value": value})]
         if step < len(losses):
             values = {"step": step, "loss": losses[step], "slopes": slopes(step)}
-            found += [f.kind for f in health.see("step", values)]
+            found += [f.kind for f in health.watch("step", values)]
     return found
 
 
@@ -53,7 +53,7 @@ def test_a_dead_signal_is_told_once_and_with_the_right_advice():
     assert kinds(WAVE, slopes=lambda step: [0.0, 1e-9]) == []
     for objective, word in (("accuracy", True), ("cross_entropy", False)):
         health = Health(objective)
-        texts = [f.text for s in range(30) for f in health.see("step", {"step": s, "loss": 0.5, "slopes": [0.0]})]
+        texts = [f.text for s in range(30) for f in health.watch("step", {"step": s, "loss": 0.5, "slopes": [0.0]})]
         assert len(texts) == 1
         assert "--eps" in texts[0]
         assert ("--objective cross_entropy" in texts[0]) == word
@@ -178,11 +178,11 @@ def test_a_tracker_that_fails_on_the_way_is_told_once(tmp_path):
     trackers = Trackers()
     trackers.start(["tensorboard"], tmp_path, {})
     step = {"step": 0, "loss": 0.5, "slopes": [1.0], "lr": 1e-3}
-    assert list(trackers.tell("step", step)) == []
-    (said,) = trackers.tell("step", {**step, "loss": "not a number"})
+    assert list(trackers.log("step", step)) == []
+    (said,) = trackers.log("step", {**step, "loss": "not a number"})
     assert "tensorboard failed" in said
-    assert list(trackers.tell("step", step)) == []
-    assert figures_of("start", {"step": 0}) == (0, {})
+    assert list(trackers.log("step", step)) == []
+    assert event_figures("start", {"step": 0}) == (0, {})
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_happens(options, tmp_path, monkeypatch, capsys):

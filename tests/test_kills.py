@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from mezzo import api
+from mezzo.config import OPTIONS
 from mezzo.journal.journal import read
-from mezzo.limits import CHOICES
 from mezzo.method.space import SPACES
 from tests.processes import kill_after, start, wait_for
 
 STEPS = 110
 EVERY = [(space, "float32") for space in (*SPACES, "*attention*")]
-EVERY += [(space, dtype) for space in SPACES for dtype in CHOICES["dtype"] if dtype != "float32"]
+EVERY += [(space, dtype) for space in SPACES for dtype in OPTIONS["dtype"].values if dtype != "float32"]
 
 
 @pytest.fixture

@@ -109,7 +109,7 @@ MISTAKES = {
     "config misspelt": Mistake(
         ("train", "--config", "run.toml"), "unknown option 'method.learning_rate'", "did you mean 'lr'?"
     ),
-    "verb misspelt": Mistake(("trian",), "'trian' is not one of train", "did you mean 'train'?"),
+    "command misspelt": Mistake(("trian",), "'trian' is not one of train", "did you mean 'train'?"),
     "no data for the task": Mistake(
         ("train", "--task", "trec"), "task 'trec' has no bundled data", "pass --train FILE"
     ),
@@ -140,6 +140,33 @@ def test_a_mistake_before_training_is_one_line_and_leaves_nothing(name, folder, 
     assert len(err.strip().splitlines()) == 1, err
     assert "Traceback" not in out + err
     assert set(folder.iterdir()) == before, "nothing is left behind"
+
+
+HINTS = {
+    "--learning-rate": "'--lr'",
+    "--lrr": "'--lr'",
+    "--stpes": "'--steps'",
+    "--batch": "'--batch-size'",
+    "--num_train": "'--train-limit'",
+    "--lora": "'--space lora'",
+    "--cosine": "'--schedule cosine'",
+    "--head": "'--readout head' or '--space head'",
+    "-lr": "'--lr'",
+}
+
+
+@pytest.mark.parametrize("flag", HINTS)
+def test_an_unknown_option_is_answered_by_the_one_that_was_meant(flag, capsys):
+    assert call("train", flag, "1") == 2
+    assert f"unknown option {flag}; did you mean {HINTS[flag]}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"), [("train", "--size"), ("eval", "--lora"), ("eval", "--num_train"), ("signal", "--num_train")]
+)
+def test_no_hint_is_better_than_a_wrong_one(command, flag, capsys):
+    assert call(command, flag, "1") == 2
+    assert "did you mean" not in capsys.readouterr().err
 
 
 def test_the_advice_about_columns_works(folder, capsys):
@@ -206,7 +233,7 @@ def test_a_batch_larger_than_the_data_is_said(folder, capsys):
 LITTLE_MEMORY = """
 import resource, sys
 import torch, transformers, mezzo.api
-from mezzo.cli import main, verbs
+from mezzo.cli import commands, main
 torch.set_num_threads(1)
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (now + 600 * 2**20,) * 2)

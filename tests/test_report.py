@@ -1,4 +1,4 @@
-"""The report: what it says against the run's own numbers, and how it looks and behaves in a real browser."""
+"""The report: its content against the run's own numbers, and its layout and behaviour in a real browser."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 import mezzo
 from mezzo.cli import main
 from mezzo.errors import RunFailed
-from mezzo.reports import server, story_of
-from mezzo.reports.charts import Chart, Series, charts_of
-from mezzo.reports.svg import draw, ticks
+from mezzo.reports import make_server, read_run
+from mezzo.reports.charts import Chart, Series, run_charts
+from mezzo.reports.svg import render_svg, ticks
 
 HOSTILE = "<script>window.hacked = 1</script>\"'><img src=x onerror='window.hacked = 1'>&<b>"
 WIDTHS = {"phone": 390, "desktop": 1280}
@@ -42,7 +42,7 @@ def finished(tiny_folder, tiny_data, tmp_path_factory):
 
 @pytest.fixture
 def run(finished, tmp_path):
-    """A copy of it to damage."""
+    """A copy of it to modify."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
@@ -67,13 +67,13 @@ def metrics(run: Path, event: str) -> list[dict]:
     return [entry for line in lines if (entry := json.loads(line))["event"] == event]
 
 
-# ---- what it says
+# ---- content
 
 
-def test_the_page_has_the_runs_own_numbers(finished, tmp_path, capsys):
+def test_page_has_the_numbers_of_the_run(finished, tmp_path, capsys):
     out = tmp_path / "page.html"
     assert main(["report", str(finished), "--out", str(out), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    printed = json.loads(capsys.readouterr().out)
     page = out.read_text()
     text = " ".join(" ".join(Tags(page).text).split())
     (result,) = metrics(finished, "result")
@@ -82,8 +82,8 @@ def test_the_page_has_the_runs_own_numbers(finished, tmp_path, capsys):
     for figure in (result["value"], zero_shot["value"], zero_shot["calibrated"]):
         assert f"{figure:.1%}" in text
     assert f"{100 * low:.1f}–{high:.1%}" in text
-    assert said["runs"][0]["verdict"] == result["verdict"].split(":")[0]
-    assert f"{said['runs'][0]['verdict']}{said['runs'][0]['reason']}" in "".join(Tags(page).text)
+    assert printed["runs"][0]["verdict"] == result["verdict"].split(":")[0]
+    assert f"{printed['runs'][0]['verdict']}{printed['runs'][0]['reason']}" in "".join(Tags(page).text)
     assert metrics(finished, "command")[0]["text"] in text
     assert f"{result['memory_mib']:,} MiB" in text
     wrong = [json.loads(line) for line in (finished / "mistakes.jsonl").read_text().splitlines()]
@@ -92,17 +92,17 @@ def test_the_page_has_the_runs_own_numbers(finished, tmp_path, capsys):
     assert [row["sure"] for row in wrong] == sorted((row["sure"] for row in wrong), reverse=True)
     assert sum(tag == "svg" for tag, _ in Tags(page).tags) == 7
     steps = [entry["loss"] for entry in metrics(finished, "step")]
-    assert story_of(finished).losses == pytest.approx(steps)
+    assert read_run(finished).losses == pytest.approx(steps)
 
 
-def test_it_asks_for_nothing_and_runs_nothing(finished, tmp_path):
+def test_page_makes_no_requests_and_has_no_scripts(finished, tmp_path):
     found = Tags(mezzo.report(finished, out=tmp_path / "p.html").read_text())
     assert not [tag for tag, _ in found.tags if tag in ("script", "iframe", "object", "img")]
     links = [value for _, attrs in found.tags for name, value in attrs.items() if name in ("src", "href")]
     assert links == ["data:,"]
 
 
-def test_a_strangers_run_cannot_put_code_into_the_page(run, tmp_path):
+def test_untrusted_run_cannot_inject_code_into_the_page(run, tmp_path):
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps({**config, "model": HOSTILE, HOSTILE: [HOSTILE]}))
     lines = [
@@ -115,8 +115,9 @@ def test_a_strangers_run_cannot_put_code_into_the_page(run, tmp_path):
         {"event": "step", "step": [], "seconds": HOSTILE},
         {"event": ["step"]},
     ]
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write("".join(json.dumps(line) + "\n" for line in lines) + "torn {")
+    hostile = "".join(json.dumps(line) + "\n" for line in lines)
+    path = run / "metrics.jsonl"
+    path.write_text(hostile + path.read_text() + hostile + "torn {")
     wrong = [{"fields": {HOSTILE: HOSTILE}, "right": HOSTILE, "given": HOSTILE, "sure": HOSTILE}, {"fields": 3}, {}]
     (run / "mistakes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in wrong))
     path = mezzo.report(run, plots=tmp_path / "plots")
@@ -128,7 +129,7 @@ def test_a_strangers_run_cannot_put_code_into_the_page(run, tmp_path):
         ElementTree.parse(plot)
 
 
-def test_the_prefix_cache_of_an_engine_that_has_one_is_reported(run, tmp_path):
+def test_prefix_cache_is_reported_if_the_engine_counts_it(run, tmp_path):
     assert "prefix cache" not in mezzo.report(run, out=tmp_path / "without.html").read_text()
     counted = {"event": "engine", "step": 1, "cached_tokens": 1500, "computed_tokens": 500}
     with (run / "metrics.jsonl").open("a") as file:
@@ -136,26 +137,26 @@ def test_the_prefix_cache_of_an_engine_that_has_one_is_reported(run, tmp_path):
     assert "1,500 tokens of 2,000 (75%)" in mezzo.report(run, out=tmp_path / "with.html").read_text()
 
 
-def test_runs_that_did_not_end_say_so(run, tiny_folder, tiny_data, tmp_path):
+def test_unfinished_and_failed_runs_have_their_own_verdicts(run, tiny_folder, tiny_data, tmp_path):
     kept = [line for line in (run / "metrics.jsonl").read_text().splitlines(True) if '"result"' not in line]
     (run / "metrics.jsonl").write_text("".join(kept))
-    assert story_of(run).verdict.word == "running"
+    assert read_run(run).verdict.word == "running"
     os.utime(run / "metrics.jsonl", (0, 0))
-    assert story_of(run).verdict.word == "unfinished"
-    assert f"mezzo train --resume {run}" in story_of(run).verdict.reason
+    assert read_run(run).verdict.word == "unfinished"
+    assert f"mezzo train --resume {run}" in read_run(run).verdict.reason
     (run / "metrics.jsonl").unlink()
-    assert len(charts_of(story_of(run))) == 4, "the journal alone gives loss, slopes, zero slopes and learning rate"
+    assert len(run_charts(read_run(run))) == 4, "the journal alone gives loss, slopes, zero slopes and learning rate"
     options = {"task": "sst-2", "train": tiny_data, "dev": tiny_data, "threads": 1, "space": "full", "batch_size": 8}
     with pytest.raises(RunFailed):
         mezzo.finetune(tiny_folder, **options, lr=1e10, steps=60, out=str(tmp_path / "nan"))
-    failed = story_of(tmp_path / "nan")
+    failed = read_run(tmp_path / "nan")
     assert failed.verdict.word == "diverged"
     assert "smaller --lr" in failed.verdict.reason
-    assert failed.skipped >= 20
+    assert failed.skipped_steps >= 20
     assert mezzo.report(tmp_path / "nan", run, out=tmp_path / "both.html").is_file()
 
 
-def test_plots_are_files_too(finished, tmp_path, capsys):
+def test_plots_are_written_as_svg_and_png(finished, tmp_path, capsys):
     assert main(["report", str(finished), "--out", str(tmp_path / "r.html"), "--plots", str(tmp_path / "plots")]) == 0
     assert "wrote 14 plots" in capsys.readouterr().out
     for path in (tmp_path / "plots").glob("*.svg"):
@@ -165,8 +166,8 @@ def test_plots_are_files_too(finished, tmp_path, capsys):
         assert int.from_bytes(picture[16:20], "big") == 864
 
 
-def test_mistakes_are_one_line(finished, tmp_path, capsys):
-    taken = server([finished])
+def test_report_errors_are_one_line(finished, tmp_path, capsys):
+    other_server = make_server([finished])
     cases = {
         ("report", str(tmp_path / "none")): "is not a run folder: it has no journal.jsonl",
         (
@@ -174,7 +175,7 @@ def test_mistakes_are_one_line(finished, tmp_path, capsys):
             str(finished),
             "--watch",
             "--port",
-            str(taken.server_port),
+            str(other_server.server_port),
         ): "cannot be used: Address already in use",
         ("report", str(finished), "--out", str(finished)): "Is a directory",
     }
@@ -183,14 +184,14 @@ def test_mistakes_are_one_line(finished, tmp_path, capsys):
         err = capsys.readouterr().err
         assert message in err
         assert len(err.strip().splitlines()) == 1
-    taken.server_close()
+    other_server.server_close()
 
 
 # ---- charts
 
 
 @given(st.floats(-1e9, 1e9), st.floats(1e-9, 1e9))
-def test_ticks_are_few_and_cover_what_is_drawn(low, span):
+def test_ticks_are_few_and_cover_the_range(low, span):
     high = low + span
     found = ticks(low, high)
     assert 2 <= len(found) <= 8
@@ -200,8 +201,10 @@ def test_ticks_are_few_and_cover_what_is_drawn(low, span):
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300))
-def test_any_numbers_can_be_drawn(values):
-    picture = draw(Chart("x", HOSTILE, (Series(HOSTILE, list(range(len(values))), values), Series("b", [0.0], [0.0]))))
+def test_any_finite_numbers_can_be_drawn(values):
+    picture = render_svg(
+        Chart("x", HOSTILE, (Series(HOSTILE, list(range(len(values))), values), Series("b", [0.0], [0.0])))
+    )
     points = [line.get("points") for line in ElementTree.fromstring(picture).iter() if line.tag.endswith("polyline")]
     assert all(math.isfinite(float(number)) for pair in points for point in pair.split() for number in point.split(","))
 
@@ -224,65 +227,63 @@ def browser():
         chromium.close()
 
 
-def opened(browser, url: str, width: int):
-    """The page, and a list of everything that went wrong or was asked for beside the page itself."""
+def open_page(browser, url: str, width: int):
+    """The page, and a list of its errors, console messages and requests for anything but itself."""
     page = browser.new_page(viewport={"width": width, "height": 844})
-    trouble: list[str] = []
-    page.on("console", lambda message: trouble.append(message.text))
-    page.on("pageerror", lambda error: trouble.append(str(error)))
-    page.on("request", lambda request: None if request.url.startswith((url, "data:")) else trouble.append(request.url))
+    problems: list[str] = []
+    page.on("console", lambda message: problems.append(message.text))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("request", lambda request: None if request.url.startswith((url, "data:")) else problems.append(request.url))
     page.goto(url)
-    return page, trouble
+    return page, problems
 
 
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
-def test_it_reads_well_in_a_browser(finished, run, browser, width, tmp_path):
+def test_page_layout_fits_phone_and_desktop(finished, run, browser, width, tmp_path):
     for number, runs in enumerate(([finished], [finished, run])):
         path = mezzo.report(*runs, out=tmp_path / f"{number}.html")
-        page, trouble = opened(browser, path.as_uri(), width)
-        assert trouble == []
-        assert page.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out to the side"
+        page, problems = open_page(browser, path.as_uri(), width)
+        assert problems == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, "nothing overflows to the side"
         word = page.locator(".verdict strong, td.word").first
         box = word.bounding_box()
-        assert box is not None and box["y"] + box["height"] < 400, "the verdict is seen without scrolling"
+        assert box is not None and box["y"] + box["height"] < 400, "the verdict is visible without scrolling"
         sizes = "[...document.querySelectorAll('svg')].map(s => 13 * s.getBoundingClientRect().width / s.viewBox.baseVal.width)"
-        assert min(page.evaluate(sizes)) >= 9.5, "labels of charts can be read"
+        assert min(page.evaluate(sizes)) >= 9.5, "chart labels are large enough to read"
         covered = """[...document.querySelectorAll('svg text')].filter(text => {
             const box = text.getBoundingClientRect(), frame = text.closest('svg').getBoundingClientRect();
             return box.left < frame.left - 1 || box.right > frame.right + 1; }).map(text => text.textContent)"""
         assert page.evaluate(covered) == [], "no label is cut off"
         wide = "[...document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth).length"
         assert page.evaluate(wide) == 0 or len(runs) > 1, "a run's own tables fit without scrolling sideways"
-        assert page.locator(".mistake").count() == sum(
-            bool(story_of(r).mistakes) * len(story_of(r).mistakes) for r in runs
-        )
+        assert page.locator(".mistake").count() == sum(len(read_run(r).mistakes) for r in runs)
         page.close()
 
 
-def test_a_strangers_page_runs_nothing_in_a_browser(run, browser):
+def test_browser_runs_no_code_of_an_untrusted_run(run, browser):
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"event": "warning", "step": 1, "text": HOSTILE}) + "\n")
-    page, trouble = opened(browser, mezzo.report(run).as_uri(), 1280)
+    page, problems = open_page(browser, mezzo.report(run).as_uri(), 1280)
     assert page.evaluate("window.hacked") is None
-    assert trouble == []
+    assert problems == []
     page.evaluate("document.querySelector('main').innerHTML = '<img src=x onerror=\"window.hacked = 1\">'")
     page.wait_for_timeout(200)
-    assert page.evaluate("window.hacked") is None, "the policy of the page stops what would slip through"
+    assert page.evaluate("window.hacked") is None, "the content security policy blocks injected code"
     page.close()
 
 
-def test_the_page_follows_a_run_that_trains(tiny_folder, tiny_data, browser, tmp_path):
+def test_live_page_follows_a_training_run(tiny_folder, tiny_data, browser, tmp_path):
     out = tmp_path / "live"
     options = {"task": "sst-2", "train": tiny_data, "dev": tiny_data, "threads": 1, "batch_size": 4, "eval_every": 10}
     session = mezzo.open_session(tiny_folder, **options, steps=30, out=str(out))
     records = session.records()
     for _ in range(11):
         next(records)
-    with server([out]) as watched:
-        thread = threading.Thread(target=watched.serve_forever, daemon=True)
+    with make_server([out]) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
-        url = f"http://127.0.0.1:{watched.server_port}/"
-        page, trouble = opened(browser, url, 1280)
+        url = f"http://127.0.0.1:{server.server_port}/"
+        page, problems = open_page(browser, url, 1280)
         assert page.locator(".verdict strong").inner_text() == "running"
         assert "step 11 of 30" in page.locator(".verdict").inner_text()
         for _ in records:
@@ -290,24 +291,24 @@ def test_the_page_follows_a_run_that_trains(tiny_folder, tiny_data, browser, tmp
         result = session.result()
         page.locator(".verdict strong", has_text=result.verdict.split(":")[0]).wait_for(timeout=15000)
         assert f"{result.steps} (finished)" in str(result)
-        assert trouble == []
+        assert problems == []
         page.close()
         answers = {}
         for host, path in (("elsewhere.example", "/"), ("localhost", "/etc/passwd"), ("localhost", "/")):
-            connection = http.client.HTTPConnection("127.0.0.1", watched.server_port)
-            connection.request("GET", path, headers={"Host": f"{host}:{watched.server_port}"})
+            connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
+            connection.request("GET", path, headers={"Host": f"{host}:{server.server_port}"})
             answers[host, path] = connection.getresponse().status
             connection.close()
         assert list(answers.values()) == [403, 404, 200]
-        watched.shutdown()
+        server.shutdown()
         thread.join()
 
 
-def test_watch_ends_with_ctrl_c(finished):
+def test_watch_stops_on_ctrl_c(finished):
     command = [sys.executable, "-m", "mezzo", "report", str(finished), "--watch"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    said = process.stderr.readline()
-    assert said.startswith("the report is at http://127.0.0.1:")
+    line = process.stderr.readline()
+    assert line.startswith("the report is at http://127.0.0.1:")
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 0

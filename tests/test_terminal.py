@@ -75,5 +75,5 @@ def test_a_program_gets_one_object(command):
 
 
 def test_a_long_encoding_is_announced_and_a_short_one_is_not():
-    assert "encoding 1,000,000 training examples" in progress.sentence("encoding", {"examples": 1_000_000})
-    assert progress.sentence("encoding", {"examples": 984}) == ""
+    assert "encoding 1,000,000 training examples" in progress.event_line("encoding", {"examples": 1_000_000})
+    assert progress.event_line("encoding", {"examples": 984}) == ""

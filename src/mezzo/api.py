@@ -1,4 +1,4 @@
-"""What a Python user calls. Each function is the verb of the command line with the same options, by keyword."""
+"""What a Python user calls. Each function is a command of the command line with the same options, by keyword."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mezzo import reports
-from mezzo.config import RunConfig, from_file, from_mapping
+from mezzo.config import OPTIONS, RunConfig, from_file, from_mapping
 from mezzo.engines.base import Engine
 from mezzo.errors import ConfigError, DataError
 from mezzo.evaluation.evaluate import Evaluation
@@ -50,12 +50,8 @@ def finetune(
     function of (scores[probes, examples, candidates], batch) that returns one loss per probe. `train`, `dev` and `test` are
     files, lists of dicts or Hugging Face datasets.
     """
-    session = open_session(
-        model, config=config, resume=resume, objective=objective, task=task, observe=observe, **options
-    )
-    for _ in session.records():
-        pass
-    return session.result()
+    options |= {"config": config, "resume": resume, "objective": objective, "task": task, "observe": observe}
+    return open_session(model, **options).train()
 
 
 def open_session(
@@ -107,12 +103,10 @@ def resolve(values: Mapping[str, Any]) -> RunConfig:
 
 def prepared_config(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The resolved configuration by group, as `mezzo train` would run it."""
-    from mezzo.config import options
-
     config = resolve_setup(resolve(values)).config.to_dict()
     grouped: dict[str, dict[str, Any]] = {}
-    for field in options():
-        grouped.setdefault(field.metadata["group"], {})[field.name] = config[field.name]
+    for name, option in OPTIONS.items():
+        grouped.setdefault(option.group, {})[name] = config[name]
     return grouped
 
 
@@ -133,9 +127,9 @@ def report(*runs: str | Path, out: str | Path | None = None, plots: str | Path |
     """Write what became of runs as one HTML page and return its path; `plots` is a folder for the charts as files."""
     if not runs:
         raise ConfigError("name at least one run folder to report on")
-    path, stories = reports.write_page(runs, out)
+    path, read_runs = reports.write_page(runs, out)
     if plots is not None:
-        reports.write_plots(stories, Path(plots))
+        reports.write_plots(read_runs, Path(plots))
     return path
 
 

@@ -1,4 +1,4 @@
-"""What a user can get wrong. Every message says what happened and what to do; the command line prints it and exits 2."""
+"""Errors that are explained to the user. Each message says what happened and what to do; the command line exits with 2."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class RunFailed(MezzoError):
     exit_code = 1
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether it says that memory is short. On a CPU neither torch's allocator nor oneDNN's has a class for its refusals."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it is an out-of-memory error. On a CPU neither torch nor oneDNN has an exception class of its own for these."""
     words = ("DefaultCPUAllocator", "could not create a primitive", "bad_alloc")
-    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return named or (isinstance(error, RuntimeError) and any(each in str(error) for each in words))
+    by_class = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return by_class or (isinstance(error, RuntimeError) and any(each in str(error) for each in words))
 
 
 def nearest(word: str, choices: Iterable[str], cutoff: float = 0.5) -> str:

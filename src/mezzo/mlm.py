@@ -80,6 +80,4 @@ class MeZOMLMTrainer(MeZOTrainer):
     def train(self) -> Run:
         """Run to the end and return the result."""
         assert self.session is not None
-        for _ in self.session.records():
-            pass
-        return self.session.result()
+        return self.session.train()

@@ -79,7 +79,7 @@ def test_tables_and_options_of_one_name_do_not_collide(tmp_path):
     merged = {**from_file(path), "task": "sst-2", "space": "lora"}
     config = from_mapping(merged)
     assert (config.task, config.k, config.space, config.rank, config.model) == ("sst-2", 3, "lora", 2, "x")
-    with pytest.raises(ConfigError, match=r"unknown option 'space\.lr'"):
+    with pytest.raises(ConfigError, match=r"unknown option 'space\.lr': lr belongs to the table \[method\]"):
         flatten({"space": {"lr": 1}})
 
 
@@ -88,10 +88,14 @@ def test_tables_and_options_of_one_name_do_not_collide(tmp_path):
     [
         ({"steps": 0}, "steps must be at least 1"),
         ({"samples": 0}, "samples must be at least 1"),
-        ({"lr": "nan"}, "lr must not be negative"),
-        ({"alpha": float("nan")}, "alpha must be positive"),
+        ({"lr": "nan"}, "lr must be a finite number"),
+        ({"lr": -1}, "lr must be at least 0"),
+        ({"alpha": float("nan")}, "alpha must be a finite number"),
+        ({"alpha": 0}, "alpha must be positive"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
-        ({"data_seed": -1}, "data_seed must lie between"),
+        ({"data_seed": -1}, "data_seed must be at least 0"),
+        ({"seed": 2**63}, "seed must be at most"),
+        ({"words": "good"}, "words are pairs such as negative=bad,positive=good"),
         ({"noise": "lowrang"}, "did you mean 'lowrank'"),
         ({"remote_code": "maybe"}, "remote_code must be true or false"),
         ({"steps": 1.5}, "steps must be a whole number"),

@@ -17,7 +17,7 @@ import pytest
 
 from mezzo import api
 from mezzo.errors import ConfigError, DataError, JournalError
-from mezzo.journal.compact import MAGIC, MOST_TERMS, export_compact
+from mezzo.journal.compact import MAGIC, MAX_TERMS, export_compact
 from mezzo.journal.journal import NAME, read
 from mezzo.replay.snapshots import Snapshots
 from mezzo.runs.folder import Folder
@@ -29,7 +29,11 @@ from tests.hostile.test_fuzz import evaluated, stored_header, with_header
 ROOT = Path(__file__).parents[2]
 
 
-BETWEEN_OUR_PROCESSES = ("engines/sglang/channel.py", "engines/sglang/replica.py", "parallel/orders.py")
+BETWEEN_OUR_PROCESSES = (
+    "engines/sglang/inprocess/channel.py",
+    "engines/sglang/server/replica.py",
+    "parallel/messages.py",
+)
 
 
 # ---- code
@@ -253,7 +257,7 @@ def test_a_compact_bomb_is_not_unpacked(sound_run, tmp_path):
     bomb = zlib.compress(bytes(300 * 2**20), 9)
     cases = {
         "claims": with_header(tmp_path / "sound.mezzo", header | {"steps": 10**9}, bomb, bomb),
-        "too many samples": with_header(tmp_path / "sound.mezzo", header | {"samples": MOST_TERMS}, bomb, bomb),
+        "too many samples": with_header(tmp_path / "sound.mezzo", header | {"samples": MAX_TERMS}, bomb, bomb),
         "unpacks to more": with_header(tmp_path / "sound.mezzo", header, bomb, bomb),
         "long header": with_header(tmp_path / "sound.mezzo", header | {"x": " " * (80 * 2**20)}),
     }
@@ -291,7 +295,7 @@ def test_a_parquet_bomb_is_not_unpacked(tmp_path, monkeypatch):
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".zip", ".bz2"])
 def test_compressed_files_are_not_opened(suffix, tmp_path):
     (tmp_path / f"data.jsonl{suffix}").write_bytes(b"\x1f\x8b" + bytes(100))
-    with pytest.raises(DataError, match="unknown kind of file"):
+    with pytest.raises(DataError, match="unknown file type"):
         load_examples(str(tmp_path / f"data.jsonl{suffix}"), "sst-2")
 
 

@@ -1,4 +1,4 @@
-"""A run small enough to be repeated by one, two and four workers, and single runs to compare with."""
+"""A run small enough to be repeated with one, two and four workers, and what a single process ends with."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ STEPS = 100
 
 
 @pytest.fixture(scope="session")
-def base(tiny_folder: str, tiny_data: str) -> dict[str, Any]:
-    """Four units of work a step, one thread a worker."""
+def options(tiny_folder: str, tiny_data: str) -> dict[str, Any]:
+    """A run with four work units per step and one thread per worker."""
     return {
         "model": tiny_folder,
         "task": "sst-2",
@@ -33,9 +33,9 @@ def base(tiny_folder: str, tiny_data: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def alone(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What a single process ends with, by space."""
-    folder = tmp_path_factory.mktemp("alone")
+def single_process_digests(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The digest that a single process ends with, by space."""
+    folder = tmp_path_factory.mktemp("single")
     return {
-        space: api.finetune(**{**base, "space": space}, out=str(folder / space)).digest for space in ("lora", "full")
+        space: api.finetune(**{**options, "space": space}, out=str(folder / space)).digest for space in ("lora", "full")
     }

@@ -1,4 +1,4 @@
-"""Ray's actors as workers: the same contract, the same digest, and no address but the loopback one."""
+"""Ray actors as workers: the same contract, the same digest, and nothing listens outside the loopback address."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from mezzo import api
 from mezzo.errors import ConfigError
-from tests.parallel.below import LOOPBACK, family, listening
+from tests.parallel.process_tree import LOOPBACK, descendants, listening_addresses
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs Ray", allow_module_level=True)
@@ -20,40 +20,42 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def ray() -> Any:
-    """A Ray that the runs of this module share, as mezzo starts it."""
-    from mezzo.parallel.transports.ray import LOOPBACK, start
+    """A Ray that the runs of this module share, started as mezzo does."""
+    from mezzo.parallel.transports.ray import LOOPBACK_VARIABLE, start_ray
 
-    os.environ[LOOPBACK] = "0"
+    os.environ[LOOPBACK_VARIABLE] = "0"
     import ray
 
-    start("local", 5)
+    start_ray("local", 5)
     yield ray
     ray.shutdown()
 
 
 @pytest.mark.parametrize(("space", "count"), [("lora", 1), ("lora", 2), ("lora", 4), ("full", 1), ("full", 4)])
-def test_any_number_of_actors_ends_with_the_digest_of_one_process(ray, base, alone, tmp_path, space, count):
-    """Two actors in the full space are the next test's."""
-    run = api.finetune(**{**base, "space": space}, workers=count, ray_address="local", out=str(tmp_path / "r"))
-    assert run.digest == alone[space]
+def test_any_number_of_actors_ends_with_the_digest_of_one_process(
+    ray, options, single_process_digests, tmp_path, space, count
+):
+    """Two actors in the full space are covered by the next test."""
+    run = api.finetune(**{**options, "space": space}, workers=count, ray_address="local", out=str(tmp_path / "r"))
+    assert run.digest == single_process_digests[space]
     assert (run.workers["count"], run.workers["lost"]) == (count, 0)
 
 
-def test_a_killed_actor_is_replaced(ray, base, alone, tmp_path):
-    session = api.open_session(**{**base, "space": "full"}, workers=2, ray_address="local", out=str(tmp_path / "r"))
-    assert set(listening([os.getpid(), *family(os.getpid())])) <= set(LOOPBACK)
+def test_killed_actor_is_replaced(ray, options, single_process_digests, tmp_path):
+    session = api.open_session(**{**options, "space": "full"}, workers=2, ray_address="local", out=str(tmp_path / "r"))
+    assert set(listening_addresses([os.getpid(), *descendants(os.getpid())])) <= set(LOOPBACK)
     for record in session.records():
         if record.step == 30:
-            os.kill(session.engine.crew.up()[0].facts.pid, signal.SIGKILL)
+            os.kill(session.engine.supervisor.ready_workers[0].facts.pid, signal.SIGKILL)
     run = session.result()
-    assert run.digest == alone["full"]
+    assert run.digest == single_process_digests["full"]
     assert run.workers["lost"] == 1
 
 
-def test_a_cluster_that_is_not_there_is_explained(base, tmp_path):
+def test_unreachable_cluster_is_explained(options, tmp_path):
     import ray
 
     if ray.is_initialized():
         ray.shutdown()
     with pytest.raises(ConfigError, match=r"no Ray cluster answers at '127\.0\.0\.1:1'"):
-        api.finetune(**base, workers=1, ray_address="127.0.0.1:1", out=str(tmp_path / "r"))
+        api.finetune(**options, workers=1, ray_address="127.0.0.1:1", out=str(tmp_path / "r"))

@@ -1,10 +1,10 @@
-"""A real, unmodified SGLang on the CPU. One engine a file; tests marked `sglang` are skipped where SGLang is not installed."""
+"""A real, unmodified SGLang on the CPU. Each file starts one engine; tests marked `sglang` are skipped without SGLang."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,12 @@ import pytest
 
 from mezzo.engines import open_engine
 from mezzo.engines.base import EngineSpec
+from mezzo.engines.sglang import requests
+from mezzo.engines.sglang.token_rows import empty_scores, token_rows, write_scores
 from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, Prompt, Readout, Scores, Update
 
-HERE = importlib.util.find_spec("sglang") is not None
+INSTALLED = importlib.util.find_spec("sglang") is not None
 MODEL = "mezzo/llama-mini"
 EPS = 1e-2
 PAIR = (Probe(((7, EPS),)), Probe(((7, -EPS),)))
@@ -24,7 +26,7 @@ WORDS = (300, 900)
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if not HERE and item.get_closest_marker("sglang"):
+        if not INSTALLED and item.get_closest_marker("sglang"):
             item.add_marker(pytest.mark.skip(reason="SGLang is not installed: make test-sglang sets it up"))
 
 
@@ -32,13 +34,11 @@ def spec_of(space: Space, **changes: Any) -> EngineSpec:
     return EngineSpec(MODEL, "causal", space, **{"rows": 8, "seed": 3, "threads": 1, **changes})
 
 
-def both(spec: EngineSpec) -> Iterator[tuple[Any, Any]]:
-    """The SGLang engine and the torch engine it must agree with, moved off their start by the same updates."""
-    ours, reference = (
-        open_engine("sglang", spec),
-        open_engine("torch", dataclasses.replace(spec, tp=1)),
-    )
+def open_both_engines(spec: EngineSpec) -> Iterator[tuple[Any, Any]]:
+    """The SGLang engine and the torch engine it must agree with, after the same updates."""
+    ours = open_engine("sglang", spec)
     try:
+        reference = open_engine("torch", dataclasses.replace(spec, tp=1))
         for engine in (ours, reference):
             engine.apply(UPDATES)
         yield ours, reference
@@ -50,7 +50,7 @@ def update(*terms: tuple[int, float], keep: float = 1.0) -> Update:
     return Update(tuple((seed, float(np.float32(coef))) for seed, coef in terms), float(np.float32(keep)))
 
 
-# LoRA's B starts at zero, which would hide mistakes in A; two terms and decay exercise the whole update.
+# LoRA's B starts at zero, which would hide errors in A; two terms and decay exercise the whole update.
 UPDATES = [update((5, 0.01), (6, -0.02), keep=0.999), update((8, 0.005))]
 
 
@@ -59,7 +59,7 @@ def tokens(rng: np.random.Generator, low: int, high: int) -> tuple[int, ...]:
 
 
 def words_batch(count: int = 12, vocabulary: bool = False, seed: int = 0, prefix: tuple[int, ...] = ()) -> Batch:
-    """Prompts of mixed lengths, one of which is read before its end."""
+    """Prompts of mixed lengths; one of them is read before its end."""
     rng = np.random.default_rng(seed)
     prompts = [Prompt(prefix + tokens(rng, 4, 24), label=index % 2) for index in range(count)]
     prompts[1] = Prompt(prompts[1].ids, label=1, position=len(prompts[1].ids) - 2)
@@ -76,8 +76,17 @@ def candidates_batch(reduce: str = "mean", low: int = 3, high: int = 40) -> Batc
     return Batch(tuple(prompts), Readout("candidates", reduce=reduce))  # type: ignore[arg-type]
 
 
+def score_by_requests(engine: Any, batch: Batch, probes: Sequence[Probe]) -> Scores:
+    """The scores of the in-process engine through SGLang's own requests, one for each token row."""
+    rows, scores = token_rows(batch), empty_scores(batch, len(probes))
+    body = requests.scoring_body(rows, [None] * len(rows), batch.readout)
+    for index, probe in enumerate(probes):
+        write_scores(scores, index, rows, requests.parse_scores(rows, engine.request_at(probe, body), batch.readout))
+    return scores
+
+
 def distance(a: Scores, b: Scores) -> float:
-    """Largest difference after subtracting each row's mean, the freedom that scores have."""
+    """Largest difference after subtracting each row's mean: scores are defined up to a constant per row."""
     assert a.shape == b.shape
     finite = np.isfinite(b)
     np.testing.assert_array_equal(np.isfinite(a), finite)

@@ -1,4 +1,4 @@
-"""Start and stop real SGLang servers, for the tests of server mode: on the CPU unless a test asks for a GPU."""
+"""Start and stop real SGLang servers: on the CPU unless a test needs a GPU."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ON_CPU = {"SGLANG_USE_CPU_ENGINE": "1"}
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 class Server:
-    """One `sglang.launch_server`; `ready()` waits for it, `kill()` ends it and what it started."""
+    """One `sglang.launch_server`; `ready()` waits until it answers, `kill()` kills it and its children."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What cannot be trained is refused before anything starts, and the message says what to do instead."""
+"""What SGLang cannot train is refused before anything starts, with a message that says what to do instead."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import torch
 from mezzo import api
 from mezzo.engines import open_engine
 from mezzo.engines.base import EngineSpec
-from mezzo.engines.sglang.facts import facts_of
-from mezzo.engines.sglang.inprocess.launch import adapter_of
+from mezzo.engines.sglang.adapters import adapter_shape
+from mezzo.engines.sglang.model_facts import read_model_facts
 from mezzo.engines.sglang.server.engine import ServerEngine
 from mezzo.engines.sglang.server.loader import LOADER
 from mezzo.engines.sglang.server.replica import Replica
+from mezzo.engines.sglang.support import refuse_space
+from mezzo.engines.sglang.versions import refuse_version
 from mezzo.errors import ConfigError, ModelError, SpaceError
 from mezzo.method.space import Space
 from mezzo.runs.defaults import apply_defaults
@@ -47,26 +49,25 @@ def opt(tmp_path_factory):
 @pytest.mark.parametrize("targets", [("v_proj",), ("q_proj",), ("k_proj", "o_proj")])
 def test_lora_on_value_alone_is_refused(targets):
     with pytest.raises(SpaceError, match="--targets q_proj,v_proj"):
-        facts_of(spec_of(Space("lora", targets=targets)))
+        read_model_facts(spec_of(Space("lora", targets=targets)))
 
 
 def test_opt_feed_forward_layers_are_refused(opt):
     with pytest.raises(SpaceError, match=r"fc1.*--targets q_proj,v_proj"):
-        facts_of(EngineSpec(opt, "causal", Space("lora", targets=("q_proj", "v_proj", "fc1")), rows=4))
+        read_model_facts(EngineSpec(opt, "causal", Space("lora", targets=("q_proj", "v_proj", "fc1")), rows=4))
     with pytest.raises(SpaceError, match=r"fc1, fc2, out_proj.*--only"):
-        facts_of(EngineSpec(opt, "causal", Space("matrices", noise_rank=2), rows=4))
-    assert facts_of(EngineSpec(opt, "causal", Space("lora"), rows=4)).trained
+        read_model_facts(EngineSpec(opt, "causal", Space("matrices", noise_rank=2), rows=4))
+    assert read_model_facts(EngineSpec(opt, "causal", Space("lora"), rows=4)).trained
 
 
 def test_matrices_need_low_rank_noise_that_fits():
     with pytest.raises(SpaceError, match="--noise lowrank"):
-        facts_of(spec_of(Space("matrices")))
+        read_model_facts(spec_of(Space("matrices")))
     with pytest.raises(SpaceError, match="lower --noise-rank"):
-        facts_of(spec_of(Space("matrices", noise_rank=256)))
+        read_model_facts(spec_of(Space("matrices", noise_rank=256)))
 
 
 def test_matrices_get_low_rank_noise_by_default():
-    """So that the bundled model trains on SGLang without a word about noise."""
     noise = {
         engine: apply_defaults(api.resolve({"engine": engine, "space": "matrices"}), "masked").noise
         for engine in ("sglang", "torch")
@@ -74,13 +75,13 @@ def test_matrices_get_low_rank_noise_by_default():
     assert noise == {"sglang": "lowrank", "torch": "rademacher"}
 
 
-def test_a_space_that_sglang_cannot_train_is_not_the_default_there():
-    """The bundled masked model trains its head elsewhere."""
+def test_default_space_of_masked_model_is_one_that_sglang_trains():
+    """On the torch engine its default is the head."""
     spaces = {engine: apply_defaults(api.resolve({"engine": engine}), "masked").space for engine in ("sglang", "torch")}
     assert spaces == {"sglang": "lora", "torch": "head"}
 
 
-def test_options_of_sglang_without_sglang_are_refused():
+def test_sglang_options_need_the_sglang_engine():
     with pytest.raises(ConfigError, match="--engine sglang"):
         api.resolve({"tp": 2})
     with pytest.raises(ConfigError, match="--engine sglang"):
@@ -90,23 +91,21 @@ def test_options_of_sglang_without_sglang_are_refused():
 
 
 @pytest.mark.sglang
-def test_sixteen_bits_on_a_cpu_are_refused():
+def test_16_bit_on_a_cpu_is_refused():
     with pytest.raises(ConfigError, match="leave out --dtype bfloat16"):
         open_engine("sglang", spec_of(Space("lora"), dtype="bfloat16", device="cpu"))
 
 
 @pytest.mark.sglang
-def test_a_space_that_adapters_cannot_reach_is_refused_before_training(tmp_path):
-    from mezzo.engines.sglang.support import refuse_space
-
+def test_space_that_adapters_cannot_reach_is_refused_before_training(tmp_path):
     with pytest.raises(SpaceError, match="--space lora"):
         refuse_space(Space("full"))
     with pytest.raises(SpaceError, match="--targets q_proj,v_proj"):
         api.finetune(
             "mezzo/llama-mini",
             task="sst-2",
-            train=str(_tiny(tmp_path)),
-            dev=str(_tiny(tmp_path)),
+            train=str(_write_data(tmp_path)),
+            dev=str(_write_data(tmp_path)),
             engine="sglang",
             targets="v_proj",
             out=tmp_path / "run",
@@ -114,7 +113,7 @@ def test_a_space_that_adapters_cannot_reach_is_refused_before_training(tmp_path)
     assert not (tmp_path / "run").exists()
 
 
-def _tiny(folder):
+def _write_data(folder):
     path = folder / "tiny.jsonl"
     path.write_text(
         "".join(json.dumps({"text": t, "label": y}) + "\n" for t, y in (("good", "positive"), ("bad", "negative")))
@@ -122,12 +121,12 @@ def _tiny(folder):
     return path
 
 
-# ---- servers, by what they say of themselves
+# ---- servers, by the options they report
 
 
 @contextlib.contextmanager
-def answering(body: bytes):
-    """Something that answers every GET on a port: another program, or an SGLang that says it is unfit."""
+def http_server(body: bytes):
+    """A program that answers every GET with `body`: not SGLang, or a server with the wrong options."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -149,7 +148,7 @@ def answering(body: bytes):
         server.server_close()
 
 
-FIT = {
+OPTIONS = {
     "version": "0.5.23",
     "model_path": "m",
     "enable_lora": True,
@@ -159,7 +158,7 @@ FIT = {
     "dtype": "float32",
     "custom_weight_loader": [LOADER],
 }
-UNFIT = {
+UNSUITABLE = {
     "no LoRA": ({"enable_lora": None}, "without LoRA.*--enable-lora"),
     "version": ({"version": "0.4.6"}, "0.4.6 is not supported"),
     "rank": ({"max_lora_rank": 2}, "rank 2.*--max-lora-rank 8"),
@@ -171,41 +170,58 @@ UNFIT = {
 
 
 @pytest.fixture(scope="module")
-def adapter():
+def shape():
     spec = spec_of(Space("lora"))
-    return adapter_of(spec, facts_of(spec).trained)
+    return adapter_shape(spec.space, read_model_facts(spec).trained)
 
 
-@pytest.mark.parametrize("case", UNFIT)
-def test_an_unfit_server_is_refused(adapter, case):
-    changes, message = UNFIT[case]
-    with answering(json.dumps({**FIT, **changes}).encode()) as url, pytest.raises(ConfigError, match=message):
-        Replica(url, "m", adapter, loader=LOADER)
+@pytest.mark.parametrize("case", UNSUITABLE)
+def test_server_with_unsuitable_options_is_refused(shape, case):
+    changes, message = UNSUITABLE[case]
+    with http_server(json.dumps({**OPTIONS, **changes}).encode()) as url, pytest.raises(ConfigError, match=message):
+        Replica(url, "m", shape, loader=LOADER)
 
 
-def test_a_fit_server_is_taken(adapter):
-    with answering(json.dumps(FIT).encode()) as url:
-        assert Replica(url, "m", adapter, loader=LOADER).ranks == 1
+def test_server_with_suitable_options_is_accepted(shape):
+    with http_server(json.dumps(OPTIONS).encode()) as url:
+        assert Replica(url, "m", shape, loader=LOADER).ranks == 1
     changes = {"custom_weight_loader": [], "dtype": "auto"}
-    with answering(json.dumps({**FIT, **changes}).encode()) as url:
-        assert Replica(url, "m", adapter).ranks == 1, "LoRA moves no weight of the server"
+    with http_server(json.dumps({**OPTIONS, **changes}).encode()) as url:
+        assert Replica(url, "m", shape).ranks == 1, "LoRA changes no weight of the server"
 
 
-def test_a_port_taken_by_another_program_is_refused(adapter):
+def test_another_program_on_the_port_is_refused(shape):
     for body in (b"<html>hello</html>", b'{"name": "something else"}'):
-        with answering(body) as url, pytest.raises(ConfigError, match=r"not an SGLang server.*port.*--port"):
-            Replica(url, "m", adapter)
+        with http_server(body) as url, pytest.raises(ConfigError, match=r"not an SGLang server.*port.*--port"):
+            Replica(url, "m", shape)
 
 
-def test_no_server_and_no_url(adapter):
+def test_missing_server_and_malformed_url_are_refused(shape):
     with pytest.raises(ConfigError, match=r"no server answers.*sglang\.launch_server"):
-        Replica(f"http://127.0.0.1:{free_port()}", "m", adapter)
+        Replica(f"http://127.0.0.1:{free_port()}", "m", shape)
     with pytest.raises(ConfigError, match="is not a URL"):
-        Replica("localhost:30000", "m", adapter)
+        Replica("localhost:30000", "m", shape)
 
 
-def test_what_servers_cannot_do_is_refused():
+def test_masked_models_heads_and_ranks_are_refused_over_url():
+    urls = ("http://127.0.0.1:1",)
     with pytest.raises(ModelError, match="leave --url out"):
-        ServerEngine(EngineSpec("mezzo/roberta-mini", "masked", Space("lora"), rows=4, urls=("http://127.0.0.1:1",)))
+        ServerEngine(EngineSpec("mezzo/roberta-mini", "masked", Space("lora"), rows=4, urls=urls))
+    with pytest.raises(ModelError, match="no classification head"):
+        ServerEngine(spec_of(Space("lora"), urls=urls, classes=2))
     with pytest.raises(ConfigError, match="server's own option"):
-        ServerEngine(spec_of(Space("lora"), urls=("http://127.0.0.1:1",), tp=2))
+        ServerEngine(spec_of(Space("lora"), urls=urls, tp=2))
+
+
+# ---- versions
+
+
+@pytest.mark.parametrize("version", ["0.4.9", "0.5.16", "0.5.24", "0.6.0", "main"])
+def test_unsupported_version_is_refused(version):
+    with pytest.raises(ConfigError, match="pip install sglang=="):
+        refuse_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.5.23", "0.5.17.post1"])
+def test_supported_version_is_accepted(version):
+    refuse_version(version)

@@ -1,4 +1,4 @@
-"""A masked LM on SGLang: an external model of this package, label words read at the mask, trained through SGLang's adapters."""
+"""A masked language model on SGLang: this package's own model, read at the mask and trained through SGLang's adapters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, Prompt, Readout
-from tests.sglang.conftest import PAIR, both, distance, spec_of, tokens, update
+from tests.sglang.conftest import PAIR, distance, open_both_engines, spec_of, tokens, update
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 MODEL = "mezzo/roberta-mini"
@@ -22,7 +22,9 @@ SPACES = {
 @pytest.fixture(scope="module", params=SPACES)
 def engines(request):
     tp = 2 if "tp2" in request.param else 1
-    yield from both(dataclasses.replace(spec_of(SPACES[request.param], tp=tp), model=MODEL, family="masked"))
+    yield from open_both_engines(
+        dataclasses.replace(spec_of(SPACES[request.param], tp=tp), model=MODEL, family="masked")
+    )
 
 
 def batch_of(vocabulary: bool = False) -> Batch:
@@ -36,7 +38,7 @@ def batch_of(vocabulary: bool = False) -> Batch:
 
 @pytest.mark.parametrize("vocabulary", [False, True])
 @pytest.mark.parametrize("probes", [(Probe(),), PAIR], ids=["base", "pair"])
-def test_scores_equal_the_torch_engine(engines, probes, vocabulary):
+def test_scores_match_torch_engine(engines, probes, vocabulary):
     ours, reference = engines
     batch = batch_of(vocabulary)
     scores = ours.score(batch, probes)
@@ -45,7 +47,7 @@ def test_scores_equal_the_torch_engine(engines, probes, vocabulary):
         assert np.abs(scores[0] - scores[1]).max() > 1e-3
 
 
-def test_same_journal_same_bits(engines):
+def test_same_updates_give_same_digest_as_torch_engine(engines):
     ours, reference = engines
     assert ours.base_digest == reference.base_digest and ours.trained == reference.trained
     for step in range(20):
@@ -55,6 +57,6 @@ def test_same_journal_same_bits(engines):
     assert distance(ours.score(batch_of(), PAIR), reference.score(batch_of(), PAIR)) < 1e-4
 
 
-def test_nothing_of_an_encoder_is_cached(engines):
+def test_encoder_takes_no_tokens_from_the_cache(engines):
     engines[0].score(batch_of(), PAIR)
-    assert engines[0].count.cached == 0
+    assert engines[0].token_counts.cached == 0

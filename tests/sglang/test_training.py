@@ -1,4 +1,4 @@
-"""A whole run on SGLang: the example's LoRA on the bundled reviews, of which the torch engine follows 200 steps one by one."""
+"""A complete run on SGLang, that of the example: LoRA on the bundled reviews. The torch engine repeats 200 of its steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(tmp_path_factory):
     return Run(**{**{name: result[name] for name in Run.__slots__}, "out": str(out)})
 
 
-def test_both_engines_follow_the_same_journal(run):
+def test_torch_engine_finds_the_same_slopes_and_digest(run):
     """At each step the torch engine, at the journal's weights, finds the slope that SGLang found."""
     config = api.resolve({**api.config_of(run.out), "engine": "torch", "threads": 1})
     setup = resolve_setup(config)
@@ -57,9 +57,9 @@ def test_both_engines_follow_the_same_journal(run):
     assert engine.digest() == run.digest
 
 
-def test_the_run_ends_above_calibrated_zero_shot(run):
-    """In accuracy, which 615 sentences tell to ±3.7 points; and in loss, which they tell better: it lies below that of the model
-    as it came with its bias removed as well as these very sentences allow."""
+def test_run_beats_calibrated_zero_shot(run):
+    """In accuracy, which 615 sentences measure to ±3.7 points; and in loss, which they measure better: it is below that of the
+    base model with the bias that is best for these very sentences."""
     assert run.n_test == 615
     assert run.accuracy > run.zero_shot_calibrated > run.zero_shot
     margins = {}
@@ -73,17 +73,17 @@ def test_the_run_ends_above_calibrated_zero_shot(run):
     assert np.log1p(np.exp(-margins[run.steps])).mean() < min(offsets) - 0.03
 
 
-def test_the_journal_rebuilds_the_run_without_sglang(run):
+def test_journal_is_verified_without_sglang(run):
     verified = api.verify(run.out)
     assert verified.ok and verified.digest == run.digest
 
 
-def test_cache_use_is_in_the_metrics(run):
+def test_metrics_count_cached_and_computed_tokens(run):
     (line,) = [entry for entry in Folder.open(run.out).metrics() if entry["event"] == "engine"]
     assert line["engine"] == "sglang" and line["computed_tokens"] > 0
 
 
-def test_a_run_is_evaluated_on_sglang_and_its_adapter_is_served(run, tmp_path):
+def test_exported_adapter_scores_like_the_run_on_sglang_and_peft(run, tmp_path):
     """`mezzo eval --engine sglang`; and the exported adapter, loaded by SGLang itself and by PEFT, scores like the run."""
     import torch
     from peft import PeftModel
@@ -95,8 +95,8 @@ def test_a_run_is_evaluated_on_sglang_and_its_adapter_is_served(run, tmp_path):
     from mezzo.types import Probe
     from tests.sglang.conftest import WORDS, words_batch
 
-    served = api.evaluate(run.out, data=TEST, engine="sglang")
-    assert served.accuracy == pytest.approx(run.accuracy, abs=2 / 615)
+    evaluation = api.evaluate(run.out, data=TEST, engine="sglang")
+    assert evaluation.accuracy == pytest.approx(run.accuracy, abs=2 / 615)
 
     api.export(run.out, "adapter", out=tmp_path / "adapter", at=run.steps)
     expected, _ = api.open_run(run.out, at=run.steps)
@@ -116,8 +116,8 @@ def test_a_run_is_evaluated_on_sglang_and_its_adapter_is_served(run, tmp_path):
         )
     finally:
         engine.close()
-    found = [{t: v for v, t, *_ in a["meta_info"]["output_token_ids_logprobs"][0]} for a in answers]
-    np.testing.assert_allclose([[f[w] for w in WORDS] for f in found], scores, atol=1e-4)
+    logprobs = [{t: v for v, t, *_ in a["meta_info"]["output_token_ids_logprobs"][0]} for a in answers]
+    np.testing.assert_allclose([[by_word[w] for w in WORDS] for by_word in logprobs], scores, atol=1e-4)
 
     model = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(locate(MODEL), dtype=torch.float32), str(tmp_path / "adapter")

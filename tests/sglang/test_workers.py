@@ -1,4 +1,4 @@
-"""Workers that hold an SGLang engine each: the same contract, weights and scores compared at every step."""
+"""Workers with an SGLang engine each; their weights and scores are compared at every step."""
 
 from __future__ import annotations
 
@@ -31,24 +31,23 @@ OPTIONS = {
 def test_two_workers_train_and_agree(tmp_path):
     session = api.open_session(**OPTIONS, workers=2, out=str(tmp_path / "r"))
     try:
-        while len(session.engine.all("digest")) < 2:  # the second may still be starting
+        while len(session.engine.request_all("digest")) < 2:  # the second may still be starting
             pass
         assert len(list(session.records())) == 6
-        cost = session.engine.total_cost()
+        stats = session.engine.run_stats()
     finally:
         session.close()
-    assert (cost["lost"], cost["rebuilt"], cost["recomputed_units"]) == (0, 0, 0)
+    assert (stats["lost"], stats["rebuilt"], stats["recomputed_units"]) == (0, 0, 0)
     assert api.verify(tmp_path / "r").ok
 
 
-def test_a_ray_actor_holds_two_ranks(tmp_path):
-    """Ray's process, and SGLang's two ranks below it: the same contract."""
+def test_ray_actor_runs_an_engine_with_two_ranks(tmp_path):
     session = api.open_session(**OPTIONS, workers=1, tp=2, ray_address="local", out=str(tmp_path / "r"))
     try:
-        (described,) = session.engine.all("describe").values()
+        described = session.engine.describe()
         assert (described["engine"], described["tp"]) == ("sglang", 2)
         assert len(list(session.records())) == 6
-        assert session.engine.total_cost()["lost"] == 0
+        assert session.engine.run_stats()["lost"] == 0
     finally:
         session.close()
     assert api.verify(tmp_path / "r").ok

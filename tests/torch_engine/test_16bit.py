@@ -114,7 +114,7 @@ def test_state_digest_and_merged_model_agree(dtype, space):
     twin.load_state(engine.state())
     assert twin.digest() == engine.digest() != TorchEngine(copy.deepcopy(pristine), space).digest()
     np.testing.assert_array_equal(twin.score(batch, [Probe()]), engine.score(batch, [Probe()]))
-    merged = engine.merged()
+    merged = engine.merged_model()
     assert {p.dtype for p in merged.parameters()} == {getattr(torch, dtype)}
     allowed = 1e-5 if space.kind != "lora" else 0.2  # merging rounds W + B·A to what the model stores
     np.testing.assert_allclose(

@@ -15,7 +15,7 @@ from mezzo.types import Probe
 from tests.conftest import make_batch, make_llama
 from tests.reference import plain_scores, written
 from tests.torch_engine.test_families import FAMILIES, make
-from tests.torch_engine.test_fast import PAIR, engine_of
+from tests.torch_engine.test_kernel_forwards import PAIR, engine_of
 from tests.torch_engine.triton_device import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS
@@ -33,7 +33,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("size", [8, 24])
 @pytest.mark.parametrize("own", [False, True], ids=["one-table", "a-table-a-row"])
-def test_rotary_positions_are_those_of_transformers(dtype, size, own):
+def test_rotary_positions_equal_those_of_transformers(dtype, size, own):
     from mezzo.engines.torch.gpu.kernels import decoder
 
     rows, length, heads, groups = 3, 5, 6, 2
@@ -48,7 +48,7 @@ def test_rotary_positions_are_those_of_transformers(dtype, size, own):
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_the_gate(dtype):
+def test_gate_equals_silu_times_up(dtype):
     from mezzo.engines.torch.gpu.kernels import decoder
 
     gate, up = 20 * normal(7, 700, dtype=dtype), normal(7, 700, dtype=dtype)
@@ -62,8 +62,8 @@ def test_the_gate(dtype):
 @pytest.mark.parametrize("probes", [PAIR, (Probe(), Probe()), (Probe(((7, 0.02), (8, 0.01))), Probe())],
                          ids=["a-pair", "no-direction", "two-directions"])  # fmt: skip
 @pytest.mark.parametrize("family", MODELS)
-def test_scores_through_the_kernels_equal_weights_written_in(family, probes, monkeypatch):
-    """At any point, and the kernels are what ran: every layer's gate, every norm, and positions of query and key but for those
+def test_scores_equal_a_plain_model_with_perturbed_weights(family, probes, monkeypatch):
+    """At any point, and computed by kernels: every layer's gate, every norm, and positions of query and key but for those
     of the last layer, which is trimmed."""
     from mezzo.engines.torch.gpu.kernels import decoder, norms
 

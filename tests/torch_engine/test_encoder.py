@@ -30,24 +30,24 @@ SPACES = {
 
 
 def make_three_layers(family: str = "Roberta") -> torch.nn.Module:
-    """Two layers before the last, which is computed at the readout only; as wide as joint matrices must be."""
+    """Two layers before the last, which is computed at the readout only; wide enough for joint matrices."""
     return make_encoder(family, hidden_size=128, num_hidden_layers=3, intermediate_size=192)
 
 
 @pytest.fixture
 def layers(monkeypatch) -> list[int]:
-    """Every tensor on its own, and a count of the layers that were computed this way."""
+    """Every tensor on its own, and a record of the layers that kernels computed."""
     from mezzo.engines.torch.gpu import encoder
 
     monkeypatch.setattr(flat_buffer, "MAX_SMALL_ELEMENTS", 0)
     found: list[int] = []
-    forward = encoder.Layer.forward
+    forward = encoder.EncoderLayer.forward
 
     def counted(self: Any, *args: Any) -> Any:
         found.append(1)
         return forward(self, *args)
 
-    monkeypatch.setattr(encoder.Layer, "forward", counted)
+    monkeypatch.setattr(encoder.EncoderLayer, "forward", counted)
     return found
 
 
@@ -61,7 +61,7 @@ def engine_of(model: torch.nn.Module, space: Space, kind: str) -> TorchEngine:
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
 @pytest.mark.parametrize("lengths", [(4, 20), (16, 17)], ids=["padded", "even"])
-def test_scores_equal_weights_written_in(layers, space, kind, lengths):
+def test_scores_equal_a_plain_model_with_perturbed_weights(layers, space, kind, lengths):
     if space.kind == "matrices" and kind == "gaussian":
         pytest.skip("low-rank noise has ±1 factors whatever the kind")
     model, batch = make_three_layers(), make_batch(3, lengths=lengths)
@@ -73,11 +73,11 @@ def test_scores_equal_weights_written_in(layers, space, kind, lengths):
             plain_scores(written(pristine, engine.trained, engine.state(), kind, probe, space), batch) for probe in pair
         ]
         np.testing.assert_allclose(engine.score(batch, pair), expected, rtol=1e-4, atol=2e-5)
-    assert len(layers) == (2 if space.kind == "lora" else 4), "the layers that were to be tested"
+    assert len(layers) == (2 if space.kind == "lora" else 4), "kernels are what is tested"
 
 
 @pytest.mark.parametrize("family", ["Bert", "XLMRoberta", "Electra"])
-def test_the_other_families(layers, family):
+def test_other_families(layers, family):
     model, batch = make_three_layers(family), make_batch(3)
     pristine = copy.deepcopy(model)
     engine = engine_of(model, SPACES["full"], "rademacher")
@@ -90,8 +90,8 @@ def test_the_other_families(layers, family):
     assert len(layers) == 2
 
 
-def test_weights_that_share_a_tensor_are_still_their_own(layers):
-    """Query, key and value lie in one tensor; what is saved, loaded and exported does not show it."""
+def test_stacked_weights_are_saved_and_exported_one_by_one(layers):
+    """Query, key and value are views of one tensor, which state and exports do not show."""
     model = make_three_layers()
     pristine = copy.deepcopy(model)
     engine = TorchEngine(model, SPACES["full"], device=DEVICE)
@@ -99,7 +99,7 @@ def test_weights_that_share_a_tensor_are_still_their_own(layers):
     assert {t.name for t in engine.trained} <= set(own)
     for name, value in engine.state().items():
         np.testing.assert_array_equal(value, own[name].detach().numpy())
-    for (name, parameter), other in zip(engine.merged().named_parameters(), own.values(), strict=True):
+    for (name, parameter), other in zip(engine.merged_model().named_parameters(), own.values(), strict=True):
         assert torch.equal(parameter.cpu(), other), name
 
 
@@ -132,8 +132,8 @@ def test_attention_of_short_rows(dtype, length, masked):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("each", [24, 7])
-def test_terms_that_lie_beside_a_product(dtype, each):
-    """Low-rank noise whose way down is the product's last columns: GELU and norm add its way up, with each member's scale."""
+def test_low_rank_terms_beside_a_product(dtype, each):
+    """x·V is in the product's last columns; GELU and norm add (x·V)·Uᵀ with each member's scale."""
     from mezzo.engines.torch.gpu.kernels import encoder, lowrank, norms
 
     rng = np.random.default_rng(0)
@@ -159,7 +159,7 @@ def test_terms_that_lie_beside_a_product(dtype, each):
     assert torch.equal(longer[:, width:].double(), wide[:, width:]), "what lies beside is left alone"
 
 
-def test_gelu_in_sixteen_bits():
+def test_gelu_in_16_bits():
     from mezzo.engines.torch.gpu.kernels import norms
 
     values = torch.linspace(-9, 9, 2**14, device=DEVICE).to(torch.float16).view(64, 256)
@@ -167,3 +167,28 @@ def test_gelu_in_sixteen_bits():
     found = norms.add_bias(values.clone(), none, gelu=True)
     expected = torch.nn.functional.gelu(values.double())
     assert ((found.double() - expected).abs() <= 3e-7 + expected.abs() * 2.0**-11).all()
+
+
+def test_plan_of_an_encoder(layers):
+    """Kernels for every layer but the last, which is trimmed; the forwards of its modules remain for other points."""
+    engine = TorchEngine(make_three_layers(), SPACES["lora"], device=DEVICE)
+    lines = {(line.module, line.forward): (line.count, line.reason) for line in engine.plan.lines()}
+    assert lines["RobertaLayer", "encoder kernels"] == (2, "")
+    assert lines["RobertaLayer", "trimmed last layer"] == (1, "no encoder kernels: it is the last layer")
+    assert lines["Linear", "low-rank kernels, else population linear (LoRA)"] == (6, "")
+
+
+@pytest.mark.parametrize(
+    ("space", "reason"),
+    [
+        (Space("lora", rank=3), "attention.self.query: rank 3 is not a power of two up to 32"),
+        (Space("*.query.weight"), "some weights of query, key and value are trained densely and some are not"),
+        (Space("*.key.bias"), "some biases of query, key and value are trained and some are not"),
+        (Space("prefix"), "its attention is 'mezzo_prefix_sdpa'"),
+    ],
+    ids=["rank", "weights", "biases", "prefix"],
+)
+def test_plan_says_why_a_layer_has_no_kernels(layers, space, reason):
+    engine = TorchEngine(make_three_layers(), space, device=DEVICE)
+    lines = [line for line in engine.plan.lines() if (line.module, line.forward) == ("RobertaLayer", "own forward")]
+    assert f"no encoder kernels: {reason}" in lines[0].reason

@@ -1,4 +1,4 @@
-"""Every supported architecture, as a tiny random model: population scores equal weights written in, in every space."""
+"""Every supported architecture, as a tiny random model: population scores equal those of plain models, in every space."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def make(name: str, options: dict[str, Any]) -> torch.nn.Module:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_scores_equal_weights_written_in(family, space, dtype):
-    """A CPU computes in float32 whatever the weights are stored as: the yardstick is the stored values in a float32 model."""
+def test_scores_equal_a_plain_model_with_perturbed_weights(family, space, dtype):
+    """A CPU computes in float32 whatever the weights are stored as: the reference is a float32 model with the stored values."""
     model = make(*family).to(dtype)
     if space.kind == "head" and family in TIED:
         with pytest.raises(SpaceError, match="head is tied to its embeddings"):
@@ -100,7 +100,7 @@ def test_scores_equal_weights_written_in(family, space, dtype):
 
 
 @pytest.mark.parametrize("family", REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_exact_is_refused_in_one_line(family):
+def test_unsupported_family_is_refused_in_one_line(family):
     with pytest.raises(MezzoError) as caught:
         TorchEngine(make(*family), Space("full"), pad_id=1).check(make_batch(), 1e-2)
     assert "\n" not in str(caught.value)
@@ -111,8 +111,8 @@ WINDOWED = ("mistral", "qwen3", "gemma2", "gemma3")
 
 @pytest.mark.parametrize("window", [6, 64], ids=["reached", "out-of-reach"])
 @pytest.mark.parametrize("family", WINDOWED)
-def test_candidates_behind_prompts_of_other_lengths_than_a_window(family, window):
-    """Prompts are shared only where no window ends within a row, which is counted with the padding behind a prompt."""
+def test_candidates_of_prompts_around_the_length_of_a_window(family, window):
+    """Prompts are shared only where no window ends within a row, padding behind the prompt included."""
     name, options = FAMILIES[family]
     extra = {"use_sliding_window": True, "max_window_layers": 0} if family == "qwen3" else {}
     model = make(name, {**options, "sliding_window": window, **extra})
@@ -135,8 +135,8 @@ def test_candidates_behind_prompts_of_other_lengths_than_a_window(family, window
 @pytest.mark.parametrize("lengths", [(9, 9, 9), (4, 9, 6)], ids=["equal", "mixed"])
 @pytest.mark.parametrize("kind", ["ForCausalLM", "ForSequenceClassification"])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
-def test_a_decoder_that_looks_both_ways(family, kind, lengths):
-    """`is_causal=False` in its configuration, as embedding models have it."""
+def test_bidirectional_decoder(family, kind, lengths):
+    """With `is_causal=False` in its configuration, like embedding models."""
     labels = {"num_labels": 2} if kind != "ForCausalLM" else {}
     model = make(family + kind, {**DECODER, "is_causal": False, **labels})
     pristine, space = copy.deepcopy(model), Space("lora", rank=4, alpha=8)
@@ -155,20 +155,20 @@ def test_a_decoder_that_looks_both_ways(family, kind, lengths):
     engine.check(batch, 1e-2)
 
 
-def test_a_strangers_class_of_a_known_name_keeps_its_own_code():
+def test_class_of_other_code_with_a_known_name_keeps_its_forward():
     """A model's own code may call something else `LlamaRMSNorm` or `LlamaDecoderLayer`."""
     model = make("LlamaForCausalLM", DECODER)
     for module in list(model.modules()):
         if type(module).__name__.startswith("Llama"):
-            other = type(type(module).__name__, (type(module),), {"__module__": "transformers_modules.stranger"})
+            other = type(type(module).__name__, (type(module),), {"__module__": "transformers_modules.other"})
             module.__class__ = other
     engine = TorchEngine(model, Space("head"), seed=3, pad_id=1)
     assert "forward" not in vars(engine.model.model.layers[-1])
-    known = TorchEngine(make("LlamaForCausalLM", DECODER), Space("head"), seed=3, pad_id=1)
-    assert "forward" in vars(known.model.model.layers[-1])
+    original = TorchEngine(make("LlamaForCausalLM", DECODER), Space("head"), seed=3, pad_id=1)
+    assert "forward" in vars(original.model.model.layers[-1])
 
 
-# ---- what stands beside a row
+# ---- the rows beside a row
 
 NEO = {
     "vocab_size": VOCAB,
@@ -213,8 +213,8 @@ def prompts_of(lengths: tuple[int, ...], continued: bool = False) -> tuple[Promp
         ("Phi3ForCausalLM", PHI3, False),
     ],
 )
-def test_candidates_behind_padding(name, options, shares):
-    """Prompts are shared where a continuation is placed by its positions, and not where places in the cache are counted."""
+def test_prompts_are_shared_only_where_positions_place_a_continuation(name, options, shares):
+    """And not where the model counts places in the cache."""
     model = make(name, options)
     pristine = copy.deepcopy(model)
     engine = TorchEngine(model, Space("*norm*", noise_rank=0) if name.startswith("Mpt") else Space("full"), pad_id=1)
@@ -231,7 +231,7 @@ def test_candidates_behind_padding(name, options, shares):
         ("BertLMHeadModel", {**SMALL, "is_decoder": False}),
     ],
 )
-def test_what_is_called_causal_may_look_both_ways(name, options):
+def test_model_with_a_causal_name_may_be_bidirectional(name, options):
     model = make(name, options)
     pristine = copy.deepcopy(model)
     engine = TorchEngine(model, Space("full"), pad_id=1)
@@ -248,8 +248,8 @@ def test_what_is_called_causal_may_look_both_ways(name, options):
         ("Phi3ForCausalLM", PHI3),
     ],
 )
-def test_models_that_see_their_padding_are_refused(name, options):
-    """FNet mixes all places of a row; rotary positions of the "longrope" kind depend on the longest row of a forward."""
+def test_model_that_attends_to_padding_is_refused(name, options):
+    """FNet mixes all positions of a row; rotary positions of the "longrope" kind depend on the longest row of a forward."""
     engine = TorchEngine(make(name, options), Space("*[nN]orm*"), pad_id=1)
     batch = Batch(prompts_of((9, 9, 5, 14)), Readout("words", words=(11, 47)))
     with pytest.raises(MezzoError, match=r"a row's scores change by .* where longer rows stand beside it"):
@@ -260,7 +260,7 @@ def test_models_that_see_their_padding_are_refused(name, options):
 
 @pytest.mark.parametrize("padding", [None, 0, 2], ids=["none", "another", "the-same"])
 @pytest.mark.parametrize(("family", "options"), [("Llama", DECODER), ("GPT2", GPT2)])
-def test_a_head_reads_the_last_token_whatever_its_configuration_calls_padding(family, options, padding, tmp_path):
+def test_head_reads_the_last_token_whatever_the_configured_padding_id(family, options, padding, tmp_path):
     from mezzo.engines.base import EngineSpec
     from mezzo.engines.torch import open_engine
 
@@ -278,10 +278,10 @@ def test_a_head_reads_the_last_token_whatever_its_configuration_calls_padding(fa
 
 
 @pytest.mark.parametrize(("padding", "end", "expected"), [(0, 2, 0), (None, 2, 2), (None, None, 0)])
-def test_rows_are_padded_by_the_end_of_text_where_there_is_no_token_for_it(padding, end, expected):
+def test_rows_are_padded_with_end_of_text_if_there_is_no_padding_token(padding, end, expected):
     from types import SimpleNamespace
 
-    from mezzo.runs.setup import Parts
+    from mezzo.runs.setup import Setup
 
     tokenizer = SimpleNamespace(pad_token_id=padding, eos_token_id=end)
-    assert Parts(None, "causal", None, None, tokenizer).padding_id == expected
+    assert Setup(None, "causal", None, tokenizer, 64, 0).pad_id == expected

@@ -81,7 +81,7 @@ def test_a_quantised_base_stays_packed_and_follows_its_adapter(kind, tmp_path):
 
     make_roberta().save_pretrained(tmp_path)
     device = torch.device("cuda")
-    model = load_model(str(tmp_path), "masked", quantize=quantized.settings(kind, device))
+    model = load_model(str(tmp_path), "masked", quantize=quantized.loading_options(kind, device))
     engine = TorchEngine(model, Space("lora", rank=4), pad_id=1, device=device)
     batch = make_batch(6)
     engine.check(batch, 1e-2)

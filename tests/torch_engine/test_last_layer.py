@@ -1,4 +1,4 @@
-"""The last layer at the readout only gives what the whole layer gives, and does less."""
+"""The last layer at the readout only: the same scores as the whole layer, from fewer positions."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def make(name: str, head: str = "", **extra: Any) -> torch.nn.Module:
 
 
 def both(engine: TorchEngine, batch: Batch) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """Scores trimmed and whole, and how many positions the last layer's feed-forward saw each time."""
+    """Scores with and without trimming, and how many positions the last layer's feed-forward computed each time."""
     seen: list[int] = []
     layers = dict(engine.model.named_modules())
     last = [n for n in layers if n.endswith((".intermediate.dense", ".mlp.up_proj"))][-1]
     hook = layers[last].register_forward_hook(lambda m, args, out: seen.append(args[0].shape[1]))
     found = []
-    for engine.population.trims in (True, False):
+    for engine.forward.trim_last_layer in (True, False):
         found.append(engine.score(batch, PAIR))
     hook.remove()
     return found[0], found[1], seen[0], seen[-1]
@@ -57,17 +57,17 @@ def both(engine: TorchEngine, batch: Batch) -> tuple[np.ndarray, np.ndarray, int
 )
 @pytest.mark.parametrize("space", [Space("full"), Space("lora", rank=2, targets=("all-linear",))], ids=["full", "lora"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_scores_are_those_of_the_whole_layer(name, space, unit, attention):
+def test_scores_equal_those_of_the_whole_layer(name, space, unit, attention):
     engine = TorchEngine(make(name, attn_implementation=attention), space, micro_batch=unit, pad_id=1)
     batch = make_batch(8)
     trimmed, whole, few, all_of_them = both(engine, batch)
     np.testing.assert_allclose(trimmed, whole, rtol=1e-5, atol=1e-5)
-    assert (few, all_of_them > 1) == (1, True), "the saving must really happen"
+    assert (few, all_of_them > 1) == (1, True), "fewer positions are computed"
     assert np.abs(trimmed[0] - trimmed[1]).max() > 1e-3
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_classification_heads_that_read_the_first_token(name):
+def test_classification_head_reads_the_first_token(name):
     model = make(name, "ForSequenceClassification", num_labels=3)
     pristine = copy.deepcopy(model)
     engine = TorchEngine(model, Space("full"), micro_batch=MicroBatch(4), pad_id=1)
@@ -98,7 +98,7 @@ def test_candidates_read_several_positions(name, shared):
     assert few < all_of_them
 
 
-def test_other_models_compute_their_last_layer_whole():
+def test_last_layer_of_other_models_is_not_trimmed():
     torch.manual_seed(0)
     options = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
     model = settled(transformers.GPT2LMHeadModel(transformers.GPT2Config(**options)))

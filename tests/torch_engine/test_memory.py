@@ -1,4 +1,4 @@
-"""A full-parameter step takes the memory of its forward and two modules' worth of scratch, on a CPU as on a GPU."""
+"""A full-parameter step takes the memory of its forward and of two modules, on a CPU as on a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.conftest import make_batch
 
 
 def large_engine(dtype: torch.dtype, kind: Any, device: str = "cpu") -> tuple[TorchEngine, Batch]:
-    """Two layers as wide as RoBERTa-large's, and short prompts: weights weigh more than activations."""
+    """Two layers as wide as RoBERTa-large's, and short prompts: weights take more memory than activations."""
     from transformers import RobertaConfig, RobertaForMaskedLM
 
     torch.manual_seed(0)

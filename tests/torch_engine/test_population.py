@@ -1,4 +1,4 @@
-"""Scores of one population forward equal those of plain models with the perturbed weights written in."""
+"""Scores of one population forward equal those of plain models that really have the perturbed weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPACES = {
     "lora-all": Space("lora", rank=2, alpha=8, targets=("all-linear",)),
     "pattern": Space("*layer*1*"),
     "head": Space("head"),
-    "tied": Space("*embed*"),  # the table that the decoder shares, alone: both its users must see one noise
+    "tied": Space("*embed*"),  # only the table that the decoder shares: both use the same noise
 }
 PLAIN = ("full", "full-lowrank", "matrices-lowrank", "lora", "tied")
 PAIR = (Probe(((7, 0.02),)), Probe(((7, -0.02),)))
@@ -45,7 +45,7 @@ def engine_is_tied(model: torch.nn.Module) -> bool:
 
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
-def test_scores_equal_weights_written_in(model, pristine, space, kind):
+def test_scores_equal_a_plain_model_with_perturbed_weights(model, pristine, space, kind):
     if space.kind == "head" and engine_is_tied(model):
         pytest.skip("Llama's head is tied to its embeddings")
     engine, batch = engine_for(model, space, kind), make_batch()
@@ -54,7 +54,7 @@ def test_scores_equal_weights_written_in(model, pristine, space, kind):
         for index, probe in enumerate(probes):
             expected = plain_scores(written(pristine, engine.trained, engine.state(), kind, probe, space), batch)
             np.testing.assert_allclose(scores[index], expected, rtol=1e-5, atol=1e-5)
-    assert np.abs(scores[0] - scores[1]).max() > 1e-3, "the perturbation must reach the model"
+    assert np.abs(scores[0] - scores[1]).max() > 1e-3, "the perturbation changes the scores"
 
 
 @pytest.mark.parametrize("vocabulary", [False, True])
@@ -72,7 +72,7 @@ def test_untied_heads_and_whole_vocabulary(tie, vocabulary):
         np.testing.assert_allclose(scores[index], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_tied_weights_are_one_tensor_seen_by_both_users():
+def test_tied_weights_are_one_trained_tensor():
     engine = TorchEngine(make_roberta(), Space("full"))
     names = [t.name for t in engine.trained]
     assert "roberta.embeddings.word_embeddings.weight" in names
@@ -85,7 +85,7 @@ def test_tied_weights_are_one_tensor_seen_by_both_users():
 
 
 @pytest.mark.parametrize("space", [SPACES[name] for name in PLAIN], ids=PLAIN)
-def test_padding_order_and_micro_batches_do_not_matter(model, space):
+def test_padding_order_and_micro_batches_do_not_change_scores(model, space):
     engine, batch = engine_for(copy.deepcopy(model), space), make_batch(9)
     scores = engine.score(batch, PAIR)
     shuffled = np.random.default_rng(0).permutation(9)
@@ -124,7 +124,7 @@ def test_candidate_continuations_equal_teacher_forcing(reduce, shared, space):
             assert np.isneginf(scores[index, row, len(expected) :]).all()
 
 
-def test_a_probe_leaves_no_trace(model):
+def test_probes_do_not_change_weights(model):
     engine, batch = engine_for(model, Space("full")), make_batch()
     before = engine.digest(), engine.score(batch, [Probe()])
     for _ in range(3):
@@ -134,12 +134,12 @@ def test_a_probe_leaves_no_trace(model):
 
 
 @pytest.mark.parametrize("space", [Space("lora", rank=4), Space("full")], ids=["lora", "full"])
-def test_generation_equals_a_plain_models(space):
+def test_generation_equals_that_of_a_plain_model(space):
     model = make_llama()
     pristine = copy.deepcopy(model)
     engine, batch = engine_for(model, space, rows=4), make_batch(7)
     found = engine.generate(batch, PAIR, max_new_tokens=6)
-    assert found[0] != found[1], "the signs must differ somewhere, else this test shows nothing"
+    assert found[0] != found[1], "the signs differ somewhere, else this test shows nothing"
     for index, probe in enumerate(PAIR):
         twin = written(pristine, engine.trained, engine.state(), "rademacher", probe, engine.space)
         for row, prompt in enumerate(batch.prompts):
@@ -148,3 +148,19 @@ def test_generation_equals_a_plain_models(space):
             assert found[index][row] == tuple(plain[0, ids.shape[1] :].tolist()) + (engine.pad_id,) * (
                 6 - (plain.shape[1] - ids.shape[1])
             )
+
+
+def test_context_lasts_for_one_forward():
+    population = TorchEngine(make_roberta(), Space("full")).population
+    idle = population.context
+    positions = torch.zeros((6, 1), dtype=torch.long)
+    with population.at(PAIR):
+        with population.forward(3, 8, positions=positions, trim_last_layer=False) as context:
+            assert population.context is context and (context.rows, context.length) == (3, 8)
+            assert population.members == 2 and population.perturbed and not context.trim_last_layer
+            assert context.claim_positions() is positions and context.claim_positions() is None
+        assert population.members == 2 and population.context.rows == 0
+        with pytest.raises(ValueError, match="inside"), population.forward(3, 8):
+            raise ValueError("inside")
+        assert population.context.rows == 0
+    assert population.context == idle and not population.members

@@ -95,7 +95,7 @@ def test_scores_equal_a_cache_filled_by_hand(family):
 def test_scores_equal_a_plain_attention_with_longer_keys(family, dtype, monkeypatch):
     """Every family, windows included: one softmax over [prefix, keys], written out, in place of the model's own.
 
-    A CPU computes in float32 whatever the weights are stored as: the yardstick has the stored values in float32.
+    A CPU computes in float32 whatever the weights are stored as: it is compared with the stored values in float32.
     """
     model = {"roberta": make_roberta, "llama": make_llama}.get(family, lambda: make(*FAMILIES[family]))().to(dtype)
     pristine = copy.deepcopy(model).float()
@@ -131,7 +131,7 @@ def test_scores_equal_a_plain_attention_with_longer_keys(family, dtype, monkeypa
     np.testing.assert_allclose(*compared(engine, batch, by_hand, scores), **EXACTLY)
 
 
-def test_roberta_written_out():
+def test_scores_equal_roberta_in_plain_torch():
     """The whole encoder in a dozen lines of plain torch."""
     model = make_roberta()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
@@ -183,7 +183,7 @@ def test_candidates_and_generation_with_a_prefix(shared):
     from mezzo.engines.torch.forward import prefix
 
     for index, probe in enumerate(PAIR):
-        prefix.give(twin, moved(engine, probe))
+        prefix.set_prefix(twin, moved(engine, probe))
         for row, prompt in enumerate(prompts):
             for number, candidate in enumerate(prompt.candidates):
                 with torch.no_grad():
@@ -203,7 +203,7 @@ def test_keys_alone_and_upper_layers():
         assert len(engine.trained) == 2
 
 
-def test_it_starts_at_what_the_text_gives():
+def test_prefix_starts_at_the_activations_of_a_text():
     model = make_roberta()
     seen = []
     hook = model.roberta.encoder.layer[1].attention.self.key.register_forward_hook(lambda *a: seen.append(a[2]))
@@ -216,7 +216,7 @@ def test_it_starts_at_what_the_text_gives():
 
 
 @pytest.mark.parametrize("family", ["deberta", "t5"])
-def test_families_that_cannot_are_refused_in_one_line(family):
+def test_unsupported_family_is_refused_in_one_line(family):
     small = {"vocab_size": 120, "d_model": 32, "d_kv": 8, "num_layers": 2, "num_heads": 4, "d_ff": 48}
     model = make(*REFUSED.get(family, ("T5ForConditionalGeneration", {**small, "pad_token_id": 1})))
     with pytest.raises(MezzoError) as caught:
@@ -235,7 +235,7 @@ def run(tiny_folder: str, tiny_data: str, tmp_path: Any) -> Any:
     )
 
 
-def test_a_run_is_verified_resumed_and_mailed(run, tmp_path, tiny_folder, tiny_data):
+def test_run_is_verified_resumed_and_rebuilt_from_a_compact_journal(run, tmp_path, tiny_folder, tiny_data):
     assert api.verify(run.out).ok
     longer = api.finetune(resume=run.out, steps=20)
     options = {"space": "prefix", "steps": 20, "batch_size": 4, "eval_every": 6, "threads": 1, "device": "cpu"}
@@ -247,8 +247,8 @@ def test_a_run_is_verified_resumed_and_mailed(run, tmp_path, tiny_folder, tiny_d
     assert api.open_run(tmp_path / "j.mezzo", at=20)[0].digest() == longer.digest
 
 
-def test_the_journal_says_where_it_began_and_not_this_machine(run, tmp_path):
-    """Rebuilding must not depend on a forward pass of the machine that rebuilds: other start values, other weights."""
+def test_initial_values_come_from_the_journal(run, tmp_path):
+    """Rebuilding does not depend on a forward pass of the machine that rebuilds."""
     content = read(tmp_path / "run")
     name, packed = next(iter(content.header.start.items()))
     other = {**content.header.start, name: content.header.start[name.replace("key", "value")]}
@@ -266,7 +266,7 @@ def test_the_journal_says_where_it_began_and_not_this_machine(run, tmp_path):
                 api.verify(folder)
 
 
-def test_an_exported_prefix_gives_the_same_scores(run, tmp_path, tiny_folder):
+def test_exported_prefix_gives_the_same_scores(run, tmp_path, tiny_folder):
     engine, _ = api.open_run(run.out, at=12)
     out = api.export(run.out, "adapter", tmp_path / "prefix", at=12)
     model = mezzo.load_prefix(AutoModelForMaskedLM.from_pretrained(tiny_folder), out)
@@ -280,7 +280,7 @@ def test_an_exported_prefix_gives_the_same_scores(run, tmp_path, tiny_folder):
     assert not (tmp_path / "model").exists()
 
 
-def test_a_strangers_prefix_is_checked(run, tmp_path, tiny_folder):
+def test_damaged_or_unsuitable_prefix_is_refused(run, tmp_path, tiny_folder):
     out = api.export(run.out, "adapter", tmp_path / "prefix")
     model = AutoModelForMaskedLM.from_pretrained(tiny_folder)
     tensors = load_file(out / "prefix.safetensors")
@@ -301,11 +301,11 @@ def test_a_strangers_prefix_is_checked(run, tmp_path, tiny_folder):
     with pytest.raises(ModelError, match="cannot be read"):
         mezzo.load_prefix(model, out)
     (out / "prefix_config.json").write_text(json.dumps({"format": "other"}))
-    with pytest.raises(ModelError, match="no prefix that this mezzo reads"):
+    with pytest.raises(ModelError, match="not a prefix that this mezzo reads"):
         mezzo.load_prefix(model, out)
 
 
-def test_a_prefix_longer_than_the_model_reads_is_refused(tiny_folder, tiny_data, tmp_path):
+def test_prefix_longer_than_the_models_positions_is_refused(tiny_folder, tiny_data, tmp_path):
     with pytest.raises(ConfigError, match="--prefix-tokens 9999 is more than the 64 tokens"):
         api.finetune(
             tiny_folder, task="sst-2", train=tiny_data, space="prefix", prefix_tokens=9999, out=str(tmp_path / "r")
@@ -314,7 +314,7 @@ def test_a_prefix_longer_than_the_model_reads_is_refused(tiny_folder, tiny_data,
 
 
 @pytest.mark.slow
-def test_the_bundled_model_learns_what_holds_on_other_sentences(tmp_path):
+def test_bundled_model_generalises_to_other_sentences(tmp_path):
     """With label words that say little about films, so that there is something to learn: on sentences that were not trained on,
     better than zero-shot scores with the best offset that could be found afterwards.
 

@@ -1,4 +1,4 @@
-"""LoRA and prefix on a base in 8 or 4 bits: exact against plain forwards of the packed model, which stays packed."""
+"""LoRA and prefix on a base in 8 or 4 bits: scores equal plain forwards of the quantised model, whose weights do not change."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def packed(folder: str, kind: str) -> Any:
-    return load_model(folder, "masked", quantize=quantized.settings(kind, torch.device("cpu")))
+    return load_model(folder, "masked", quantize=quantized.loading_options(kind, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("space", [Space("lora", rank=4), Space("prefix"), Space("lora", layers="1:")], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_equal_one_plain_forward_an_example(kind, space, folder):
+def test_scores_equal_those_of_single_examples(kind, space, folder):
     engine = TorchEngine(packed(folder, kind), space, micro_batch=MicroBatch(4), pad_id=1, cache_mb=1)
     rng = np.random.default_rng(0)
     engine.load_state({n: (v + rng.normal(0, 0.1, v.shape)).astype(np.float32) for n, v in engine.state().items()})
@@ -63,7 +63,7 @@ def test_scores_equal_one_plain_forward_an_example(kind, space, folder):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_trains_is_verified_and_its_adapter_loads_on_the_packed_model(kind, folder, tiny_data, tmp_path):
+def test_run_is_verified_and_its_adapter_loads_on_the_quantised_model(kind, folder, tiny_data, tmp_path):
     options = {"steps": 6, "batch_size": 4, "eval_every": 3, "threads": 1, "device": "cpu", "eps": 1e-2, "lr": 1e-2}
     files = {"task": "sst-2", "train": tiny_data, "dev": tiny_data}
     run = api.finetune(folder, space="lora", quantize=kind, **files, **options, out=str(tmp_path / "run"))
@@ -73,7 +73,7 @@ def test_a_run_trains_is_verified_and_its_adapter_loads_on_the_packed_model(kind
         api.export(run.out, "model", tmp_path / "model")
     engine, _ = api.open_run(run.out, at=8)
     adapter = api.export(run.out, "adapter", tmp_path / "adapter", at=8)
-    how = quantized.settings(kind, torch.device("cpu"))
+    how = quantized.loading_options(kind, torch.device("cpu"))
     model = PeftModel.from_pretrained(AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32, **how), adapter)
     batch = make_batch(4, words=(7, 9))
     expected = engine.score(batch, [Probe()])[0]
@@ -83,13 +83,13 @@ def test_a_run_trains_is_verified_and_its_adapter_loads_on_the_packed_model(kind
     assert api.evaluate(model=folder, quantize=kind, task="sst-2", data=tiny_data).n == 16
 
 
-def test_the_digest_is_of_the_model_and_of_the_bits(folder):
+def test_digest_depends_on_the_number_of_bits(folder):
     found = {kind: quantized.checkpoint_digest(folder, kind) for kind in KINDS}
     assert found["8bit"] != found["4bit"]
     assert quantized.checkpoint_digest(folder, "8bit") == found["8bit"]
 
 
-def test_what_is_not_possible_is_refused_in_one_line(folder, tiny_data, tmp_path, capsys, monkeypatch):
+def test_impossible_options_are_refused_in_one_line(folder, tiny_data, tmp_path, capsys, monkeypatch):
     def say(*more: str) -> str:
         arguments = ["--model", folder, "--task", "sst-2", "--train", tiny_data, "--out", str(tmp_path / "run")]
         assert main(["train", *arguments, *more]) == 2

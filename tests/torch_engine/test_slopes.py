@@ -14,7 +14,7 @@ from mezzo.method.objectives import cross_entropy
 from mezzo.method.space import Space
 from tests.conftest import make_batch, make_llama, make_roberta
 from tests.reference import z_of
-from tests.torch_engine.test_recipe import loss_of
+from tests.torch_engine.test_published_step import loss_of
 
 
 def gradient(model: torch.nn.Module, names: list[str], batch) -> dict[str, np.ndarray]:
@@ -72,7 +72,7 @@ def test_lora_slopes_agree_with_autograd(make):
     np.testing.assert_allclose([s.value for s in slopes], expected, rtol=0.01, atol=0.01 * scale)
 
 
-def test_the_average_converges_to_the_gradient_as_it_should():
+def test_average_slope_converges_to_the_gradient():
     """With d values and n directions, the cosine to the gradient is √(n/(n+d))."""
     pristine, batch = make_roberta(), make_batch(4, lengths=(4, 8))
     space = Space("*layer.1.*bias")

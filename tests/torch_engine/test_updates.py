@@ -142,7 +142,7 @@ def test_the_self_check_names_a_module_that_differs(monkeypatch):
     engine = TorchEngine(make_roberta(), Space("full"))
     broken = engine.model.roberta.encoder.layer[1].output.dense
     kept = broken.forward
-    broken.forward = lambda x: kept(x) * (1.01 if engine.population.probes else 1)
+    broken.forward = lambda x: kept(x) * (1.01 if engine.population.members else 1)
     from mezzo.errors import ModelError
 
     with pytest.raises(ModelError, match=r"first in roberta\.encoder\.layer\.1\.output\.dense; try another --space"):
@@ -156,11 +156,11 @@ def test_the_self_check_names_a_module_beside_norms_inside_a_vmap():
     engine = TorchEngine(make_llama(), Space("full"))
     broken = engine.model.model.layers[1].mlp.up_proj
     kept = broken.forward
-    broken.forward = lambda x: kept(x) * (1.01 if engine.population.probes else 1)
-    trunk, graphs = engine.frozen_cache, engine.graphs
+    broken.forward = lambda x: kept(x) * (1.01 if engine.population.members else 1)
+    cache, graphs = engine.frozen_cache, engine.graphs
     with pytest.raises(ModelError, match=r"first in model\.layers\.1\.mlp\.up_proj; try another --space"):
         engine.check(make_batch(), 1e-2)
-    assert engine.population.trims and (engine.frozen_cache, engine.graphs) == (trunk, graphs), "as they were"
+    assert engine.forward.trim_last_layer and (engine.frozen_cache, engine.graphs) == (cache, graphs), "as they were"
 
 
 def test_a_merged_model_holds_no_reference_to_the_engine():

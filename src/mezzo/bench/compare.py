@@ -1,4 +1,4 @@
-"""From options to figures: which settings are compared, with which contenders."""
+"""`mezzo bench`: which settings are compared, with which contenders."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mezzo.bench.table import Conditions, Report, Row
+from mezzo.bench.table import BenchResult, Conditions, Timing
 from mezzo.config import RunConfig, from_mapping
 from mezzo.errors import ConfigError, nearest
+from mezzo.method.noise import NOISES
 from mezzo.method.space import Space
 from mezzo.runs.setup import make_space
 
 if TYPE_CHECKING:
     from mezzo.bench.contenders import Setting, Step
 
-SPACES = "lora,full"
+DEFAULT_SPACES = "lora,full"
 BARE = "bare doubled forward"
-FEWEST_ROUNDS = 5
-NOISES = ("rademacher", "gaussian", "lowrank")
-THIN = ("lora", "prefix")
-FEWEST_TOKENS = 4
-MOST_TOKENS = 2**24
+MIN_ROUNDS = 5
+MIN_LENGTH = 4
+MAX_BATCH_TOKENS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +40,13 @@ class Case:
     samples: int
 
 
-GROWTH: dict[str, Callable[[Case], Iterator[Case]]] = {
+SWEEPS: dict[str, Callable[[Case], Iterator[Case]]] = {
     "batch": lambda case: (replace(case, batch_size=case.batch_size * factor) for factor in (1, 2, 4, 8)),
     "length": lambda case: (replace(case, length=case.length * factor) for factor in (1, 2, 4)),
     "population": lambda case: (replace(case, samples=case.samples * factor) for factor in (1, 2, 4)),
-    "model": lambda case: (replace(case, model=name) for name in _larger(case.model)),
+    "model": lambda case: (replace(case, model=name) for name in _larger_models(case.model)),
 }
-SIZES = (("roberta-mini", "roberta-base", "roberta-large"), ("llama-mini", "llama-1b", "llama-7b"))
+MODELS_BY_SIZE = (("roberta-mini", "roberta-base", "roberta-large"), ("llama-mini", "llama-1b", "llama-7b"))
 
 
 def bench(
@@ -56,84 +55,83 @@ def bench(
     spread: float = 0.0,
     rounds: int = 7,
     sweep: str | None = None,
-    say: Callable[[str], None] = lambda text: None,
-    show: Callable[[Report], None] = lambda report: None,
+    log: Callable[[str], None] = lambda text: None,
+    show: Callable[[BenchResult], None] = lambda result: None,
     published: bool = True,
-) -> Report:
-    """Time the contenders of every setting, all in this process. `say` gets a line as a setting begins, `show` its figures."""
-    given = {name: value for name, value in options.items() if value is not None}
-    spaces = [space_and_noise(text) for text in str(given.pop("space", SPACES)).split(",")]
-    config = from_mapping(given)
-    if rounds < FEWEST_ROUNDS:
-        raise ConfigError(f"bench needs at least {FEWEST_ROUNDS} rounds to show a spread, not {rounds}")
+) -> BenchResult:
+    """Time the contenders of every setting, all in this process. Each setting is logged first and shown when it is done."""
+    config, spaces = parse_options(options)
+    if rounds < MIN_ROUNDS:
+        raise ConfigError(f"bench needs at least {MIN_ROUNDS} rounds to show a spread, not {rounds}")
     if not 0 <= spread < 1:
         raise ConfigError(f"spread is a share between 0 and 1, not {spread}")
-    if sweep is not None and sweep not in GROWTH:
-        raise ConfigError(f"sweep is one of {', '.join(GROWTH)}, not {sweep!r}{nearest(sweep, GROWTH)}")
+    if sweep is not None and sweep not in SWEEPS:
+        raise ConfigError(f"sweep is one of {', '.join(SWEEPS)}, not {sweep!r}{nearest(sweep, SWEEPS)}")
     cases: list[Case] = []
     for model in config.model.split(","):
         case = Case(config, model.strip().removeprefix("mezzo/"), config.batch_size or 16, length, config.samples)
-        cases += GROWTH[sweep](case) if sweep else (case,)
-    for case in cases:  # before the first is timed: a mistake in the last one should not cost the others
-        refuse_what_does_not_fit(case, spread)
-    rows: list[Row] = []
+        cases += SWEEPS[sweep](case) if sweep else (case,)
+    for case in cases:  # all before the first is timed: an error in the last one must not cost the others
+        check_case(case, spread)
+    timings: list[Timing] = []
     for case in cases:
-        say(f"{case.model}, batch {case.batch_size}, length {case.length}, {case.samples} direction(s) …")
-        found = _compared(case, spaces, spread, rounds, published)
-        if found[0].conditions.device == "cpu" and config.dtype != "float32":
-            say(
+        log(f"{case.model}, batch {case.batch_size}, length {case.length}, {case.samples} direction(s) …")
+        case_timings = _time_case(case, spaces, spread, rounds, published)
+        if case_timings[0].conditions.device == "cpu" and config.dtype != "float32":
+            log(
                 f"on a CPU mezzo stores {config.dtype} and computes in float32; the published rows compute in {config.dtype}"
             )
-        show(Report(tuple(found)))
-        rows += found
-    return Report(tuple(rows))
+        show(BenchResult(tuple(case_timings)))
+        timings += case_timings
+    return BenchResult(tuple(timings))
 
 
-def refuse_what_does_not_fit(case: Case, spread: float) -> None:
-    # Imported late, as everything here that imports torch: other mistakes are told before that has loaded.
+def check_case(case: Case, spread: float) -> None:
+    """Raise ConfigError for a case that its model cannot run."""
+    # Imported here, like everything that imports torch, so that errors in options are reported without waiting for it.
     from mezzo.bench import shapes
 
-    if case.length < FEWEST_TOKENS:
-        raise ConfigError(f"length must be at least {FEWEST_TOKENS}, not {case.length}")
-    room, padded = shapes.room(shapes.shape_of(case.model)), case.config.max_length or 0
+    if case.length < MIN_LENGTH:
+        raise ConfigError(f"length must be at least {MIN_LENGTH}, not {case.length}")
+    limit, padded = shapes.max_tokens(shapes.find_shape(case.model)), case.config.max_length or 0
     longest = round(case.length * (1 + spread))
-    if longest > room:
+    if longest > limit:
         spreading = f" with --spread {spread:g}" if spread else ""
         raise ConfigError(
-            f"{case.model} reads at most {room} tokens: length {case.length}{spreading} makes {longest}, which do not fit"
+            f"{case.model} reads at most {limit} tokens: length {case.length}{spreading} makes {longest}, which do not fit"
         )
-    if padded > room:
-        raise ConfigError(f"{case.model} reads at most {room} tokens: --max-length {padded} does not fit")
-    if case.batch_size * longest > MOST_TOKENS:
+    if padded > limit:
+        raise ConfigError(f"{case.model} reads at most {limit} tokens: --max-length {padded} does not fit")
+    if case.batch_size * longest > MAX_BATCH_TOKENS:
         raise ConfigError(
-            f"a batch of {case.batch_size} rows of {longest} tokens is too much to time; at most {MOST_TOKENS:,} tokens"
+            f"a batch of {case.batch_size} rows of {longest} tokens is too much to time; at most {MAX_BATCH_TOKENS:,} tokens"
         )
 
 
-def _compared(case: Case, spaces: list[tuple[str, str]], spread: float, rounds: int, published: bool) -> list[Row]:
+def _time_case(case: Case, spaces: list[tuple[str, str]], spread: float, rounds: int, published: bool) -> list[Timing]:
     from mezzo.bench import timing
 
-    threads, setting = _threads(case.config.threads), setting_of(case, spread)
+    threads, setting = _set_threads(case.config.threads), build_setting(case, spread)
     with ExitStack() as stack:
-        makers = contenders_of(case.config, setting, spaces, published, stack)
-        timed = timing.interleaved(makers, setting.device, rounds)
-    floor, conditions = timed[BARE], _conditions(case, setting, spread, threads, rounds)
-    rows = [
-        Row(
+        factories = contender_factories(case.config, setting, spaces, published, stack)
+        contenders = timing.time_in_turns(factories, setting.device, rounds)
+    bare, conditions = contenders[BARE], _conditions(case, setting, spread, threads, rounds)
+    timings = [
+        Timing(
             what=name,
-            ms=one.median,
-            iqr=one.iqr,
-            ratio=one.median / floor.median,
-            peak_mib=one.peak_mib,
-            memory_ratio=one.peak_mib / floor.peak_mib,
-            all_ms=tuple(one.ms),
+            ms=contender.median,
+            iqr=contender.iqr,
+            ratio=contender.median / bare.median,
+            peak_mib=contender.peak_mib,
+            memory_ratio=contender.peak_mib / bare.peak_mib,
+            all_ms=tuple(contender.ms),
             conditions=conditions,
         )
-        for name, one in timed.items()
+        for name, contender in contenders.items()
     ]
-    del timed, floor, makers
+    del contenders, bare, factories  # free the models before the next case
     gc.collect()
-    return rows
+    return timings
 
 
 def _conditions(case: Case, setting: Setting, spread: float, threads: int, rounds: int) -> Conditions:
@@ -162,14 +160,14 @@ def _conditions(case: Case, setting: Setting, spread: float, threads: int, round
     )
 
 
-def setting_of(case: Case, spread: float) -> Setting:
-    """The model, batch and device of a case."""
+def build_setting(case: Case, spread: float) -> Setting:
+    """The model shape, batch and device of a case."""
     import torch
 
     from mezzo.bench import contenders, shapes
     from mezzo.engines.torch.loading import device_of
 
-    config, shape = case.config, shapes.shape_of(case.model)
+    config, shape = case.config, shapes.find_shape(case.model)
     batch = shapes.random_batch(shape, case.batch_size, case.length, spread)
     longest = max(len(prompt.ids) for prompt in batch.prompts)
     return contenders.Setting(
@@ -183,50 +181,54 @@ def setting_of(case: Case, spread: float) -> Setting:
     )
 
 
-def contenders_of(
+def contender_factories(
     config: RunConfig, setting: Setting, spaces: list[tuple[str, str]], published: bool, stack: ExitStack
 ) -> dict[str, Callable[[], Step]]:
-    """What is timed, by name, each made when its turn comes; journals lie in folders that `stack` removes."""
+    """By name, functions that build the contenders; journals are written to folders that `stack` removes."""
     from mezzo.bench import contenders
 
-    makers: dict[str, Callable[[], Step]] = {
+    factories: dict[str, Callable[[], Step]] = {
         f"published, padded {how}": partial(contenders.published, setting, dynamic=dynamic)
         for how, dynamic in (("as released", False), ("dynamically", True))
         if published
     }
-    makers[BARE] = partial(contenders.bare, setting)
+    factories[BARE] = partial(contenders.bare, setting)
     for kind, noise in spaces:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mezzo-bench-")))
         space = make_space(config.replace(space=kind, noise=noise))
-        makers[f"mezzo {kind}, {noise}"] = partial(
-            contenders.ours, setting, space, "gaussian" if noise == "gaussian" else "rademacher", folder
-        )
-    return makers
+        factories[f"mezzo {kind}, {noise}"] = partial(contenders.mezzo_step, setting, space, NOISES[noise].kind, folder)
+    return factories
 
 
-def _threads(wanted: int | None) -> int:
-    import torch
+def parse_options(options: Mapping[str, Any]) -> tuple[RunConfig, list[tuple[str, str]]]:
+    """The configuration, and the spaces with their noise."""
+    stated = {name: value for name, value in options.items() if value is not None}
+    spaces = [parse_space(text) for text in str(stated.pop("space", DEFAULT_SPACES)).split(",")]
+    return from_mapping(stated), spaces
 
-    if wanted:
-        torch.set_num_threads(wanted)
-    return torch.get_num_threads()
 
-
-def space_and_noise(text: str) -> tuple[str, str]:
-    """`lora`, `full:gaussian`, `matrices:lowrank`: what is trained, and how its noise looks."""
+def parse_space(text: str) -> tuple[str, str]:
+    """Space and noise of `lora`, `full:gaussian` or `matrices:lowrank`."""
     kind, _, noise = text.strip().partition(":")
     noise = noise or "rademacher"
-    if noise not in NOISES:
-        raise ConfigError(f"noise is one of {', '.join(NOISES)}, not {noise!r}{nearest(noise, NOISES)}")
-    Space(kind)
-    if kind in THIN and noise == "lowrank":
-        raise ConfigError(f"what {kind} trains is thin already: its noise is rademacher or gaussian, not lowrank")
+    from_mapping({"noise": noise})  # checks the noise as for training
+    if Space(kind).adapter and NOISES[noise].low_rank:
+        dense = " or ".join(name for name, choice in NOISES.items() if not choice.low_rank)
+        raise ConfigError(f"space {kind} trains no matrices of the model: its noise is {dense}, not {noise}")
     return kind, noise
 
 
-def _larger(name: str) -> tuple[str, ...]:
-    """The shapes of a family from this one on."""
-    for names in SIZES:
+def _set_threads(count: int | None) -> int:
+    import torch
+
+    if count:
+        torch.set_num_threads(count)
+    return torch.get_num_threads()
+
+
+def _larger_models(name: str) -> tuple[str, ...]:
+    """This model and the larger ones of its family."""
+    for names in MODELS_BY_SIZE:
         if name in names:
             return names[names.index(name) :]
     return (name,)

@@ -92,7 +92,7 @@ def _loss(model: nn.Module, batch: Batch, ids: Tensor, mask: Tensor) -> Tensor:
 
 def bare(setting: Setting) -> Step:
     """Both rows of a pair through the unperturbed model, by the engine's own path: the floor of a step."""
-    engine = setting.engine(Space(setting.shape.still))
+    engine = setting.engine(Space(setting.shape.small_tensor))
     pair = (Probe(),) * (2 * setting.samples)
 
     def step(number: int) -> Scores:
@@ -103,7 +103,7 @@ def bare(setting: Setting) -> Step:
     return step
 
 
-def ours(setting: Setting, space: Space, kind: Kind, folder: Path) -> Step:
+def mezzo_step(setting: Setting, space: Space, kind: Kind, folder: Path) -> Step:
     """The trainer's step as users run it, journal and update included."""
     method = EstimatorMethod(
         OBJECTIVES["cross_entropy"],

@@ -9,40 +9,40 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 
-class Memory:
-    """Bytes of tensors made inside the context: `kept` at its end, and the most at any moment, `peak`.
+class TensorMemory:
+    """Bytes of tensors allocated inside the context: `allocated` when it ends, and `peak` at any moment.
 
-    On a CPU the resident size of the process would say little: freed pages stay with it, and the next contender uses them.
+    On a CPU the resident size of the process would be misleading: it keeps freed pages, and the next contender reuses them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.kept = self.peak = 0
+        self.allocated = self.peak = 0
 
-    def __enter__(self) -> Memory:
+    def __enter__(self) -> TensorMemory:
         if self.device.type == "cuda":
             self._before = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on standard error
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints to standard error
             self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             self._profile.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.device.type == "cuda":
-            self.kept = torch.cuda.memory_allocated(self.device) - self._before
+            self.allocated = torch.cuda.memory_allocated(self.device) - self._before
             self.peak = torch.cuda.max_memory_allocated(self.device) - self._before
             return
         self._profile.stop()
-        for size in _sizes(self._profile):
-            self.kept += size
-            self.peak = max(self.peak, self.kept)
+        for size in _allocation_sizes(self._profile):
+            self.allocated += size
+            self.peak = max(self.peak, self.allocated)
 
 
-def _sizes(found: profile) -> list[int]:
-    """Bytes taken (or, negative, given back) in order of time."""
-    results = found.profiler.kineto_results if found.profiler else None
-    every: list[Any] = results.events() if results else []
-    events = [event for event in every if event.name() == "[memory]"]
-    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+def _allocation_sizes(profiled: profile) -> list[int]:
+    """Bytes of each allocation (negative: deallocation) in order of time."""
+    results = profiled.profiler.kineto_results if profiled.profiler else None
+    events: list[Any] = results.events() if results else []
+    memory_events = [event for event in events if event.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(memory_events, key=lambda event: event.start_ns())]

@@ -1,7 +1,7 @@
-"""The published MeZO step in plain, in-place lines: the yardstick of tests and benchmarks. Not an engine.
+"""The published MeZO step, in place and in plain code: the reference of tests and benchmarks. Not an engine.
 
-It writes the weights for every probe and draws its noise four times from torch's own generator, as the released code does;
-its result therefore depends on device, dtype and library version. The engines do neither.
+It writes the weights for every probe and draws its noise four times from torch's generator, as the released code does, so
+its result depends on device, dtype and library version. The engines do neither.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What one published step saw."""
+class StepResult:
+    """The losses and the slope of one published step."""
 
     seed: int
     loss_plus: float
@@ -26,7 +26,7 @@ class Step:
 @torch.no_grad()
 def step(
     model: nn.Module, loss: Callable[[], Tensor], *, seed: int, eps: float, lr: float, weight_decay: float = 0.0
-) -> Step:
+) -> StepResult:
     """θ+εz, θ−εz, back to θ, then θ ← θ − lr·(g·z + decay·θ), with z redrawn from `seed` each time."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     perturb(parameters, seed, eps, 1)
@@ -37,9 +37,9 @@ def step(
     perturb(parameters, seed, eps, 1)
     torch.manual_seed(seed)
     for parameter in parameters:
-        z = drawn(parameter)
+        z = draw_noise(parameter)
         parameter.data = parameter.data - lr * (slope * z + weight_decay * parameter.data)
-    return Step(seed, float(plus), float(minus), slope)
+    return StepResult(seed, float(plus), float(minus), slope)
 
 
 @torch.no_grad()
@@ -47,11 +47,11 @@ def perturb(parameters: Iterable[Tensor], seed: int, eps: float, factor: int) ->
     """θ ← θ + factor·z·ε, in place."""
     torch.manual_seed(seed)
     for parameter in parameters:
-        parameter.data = parameter.data + factor * drawn(parameter) * eps
+        parameter.data = parameter.data + factor * draw_noise(parameter) * eps
 
 
-def drawn(parameter: Tensor) -> Tensor:
-    """z of the published code: torch.normal in the parameter's own dtype, on its own device."""
+def draw_noise(parameter: Tensor) -> Tensor:
+    """z as in the published code: torch.normal in the parameter's dtype, on its device."""
     return torch.normal(
         mean=0, std=1, size=parameter.data.size(), device=parameter.data.device, dtype=parameter.data.dtype
     )

@@ -1,4 +1,4 @@
-"""Shapes of well-known models, filled with random weights where they will run: nothing is downloaded."""
+"""Shapes of well-known models, filled with random weights on the device: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mezzo.types import Batch, Family, Prompt, Readout
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """An architecture by its sizes. `still` is one small tensor: an engine that trains only that is a bare forward."""
+    """An architecture by its sizes. `small_tensor` names one: an engine that trains only that does a bare forward."""
 
     family: Family
     config: dict[str, Any]
-    still: str
+    small_tensor: str
 
 
-def _roberta(hidden: int, layers: int, heads: int, vocabulary: int = 50265) -> Shape:
+def roberta_shape(hidden: int, layers: int, heads: int, vocabulary: int = 50265) -> Shape:
     sizes = {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
@@ -35,7 +35,7 @@ def _roberta(hidden: int, layers: int, heads: int, vocabulary: int = 50265) -> S
     return Shape("masked", sizes, "roberta.embeddings.LayerNorm.bias")
 
 
-def _llama(hidden: int, layers: int, heads: int, groups: int, inner: int, vocabulary: int, tie: bool) -> Shape:
+def llama_shape(hidden: int, layers: int, heads: int, groups: int, inner: int, vocabulary: int, tie: bool) -> Shape:
     sizes = {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
@@ -51,33 +51,33 @@ def _llama(hidden: int, layers: int, heads: int, groups: int, inner: int, vocabu
 
 
 SHAPES = {
-    "roberta-mini": _roberta(256, 6, 4, vocabulary=8000),
-    "roberta-base": _roberta(768, 12, 12),
-    "roberta-large": _roberta(1024, 24, 16),
-    "llama-mini": _llama(256, 6, 4, 4, 704, 8000, tie=True),
-    "llama-1b": _llama(2048, 16, 32, 8, 8192, 128256, tie=True),
-    "llama-7b": _llama(4096, 32, 32, 32, 11008, 32000, tie=False),
+    "roberta-mini": roberta_shape(256, 6, 4, vocabulary=8000),
+    "roberta-base": roberta_shape(768, 12, 12),
+    "roberta-large": roberta_shape(1024, 24, 16),
+    "llama-mini": llama_shape(256, 6, 4, 4, 704, 8000, tie=True),
+    "llama-1b": llama_shape(2048, 16, 32, 8, 8192, 128256, tie=True),
+    "llama-7b": llama_shape(4096, 32, 32, 32, 11008, 32000, tie=False),
 }
 
 
-def shape_of(name: str) -> Shape:
+def find_shape(name: str) -> Shape:
     """A shape by the name of a model that has it."""
-    found = SHAPES.get(name.removeprefix("mezzo/"))
-    if found is None:
+    shape = SHAPES.get(name.removeprefix("mezzo/"))
+    if shape is None:
         raise ConfigError(f"unknown model shape {name!r}{nearest(name, SHAPES)} (shapes: {', '.join(SHAPES)})")
-    return found
+    return shape
 
 
-def room(shape: Shape) -> int:
-    """Tokens of a row that the model has positions for. RoBERTa's begin behind its padding id."""
+def max_tokens(shape: Shape) -> int:
+    """The longest input, by the model's positions. RoBERTa's begin after its padding id."""
     return int(shape.config["max_position_embeddings"]) - (2 if shape.family == "masked" else 0)
 
 
 def random_model(shape: Shape, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model with random weights, made on the device in its own dtype."""
+    """The model with random weights, created on the device in its own dtype."""
     from transformers import LlamaConfig, LlamaForCausalLM, RobertaConfig, RobertaForMaskedLM
 
-    kept = torch.get_default_dtype()
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
@@ -87,18 +87,18 @@ def random_model(shape: Shape, dtype: torch.dtype, device: torch.device) -> nn.M
             else:
                 model = LlamaForCausalLM(LlamaConfig(**shape.config))
     finally:
-        torch.set_default_dtype(kept)
+        torch.set_default_dtype(default_dtype)
     return model.eval()
 
 
 def random_batch(shape: Shape, count: int, length: int, spread: float) -> Batch:
-    """Prompts of about `length` tokens; the readout looks near the end, as prompts with a mask do."""
+    """Prompts of about `length` tokens; the readout position is near the end, like the mask in real prompts."""
     rng = np.random.default_rng(0)
     low, high = max(4, round(length * (1 - spread))), round(length * (1 + spread))
     prompts = []
     for _ in range(count):
         size = int(rng.integers(low, high + 1))
         ids = tuple(int(token) for token in rng.integers(10, shape.config["vocab_size"], size=size))
-        place = size - 3 if shape.family == "masked" else size - 1
-        prompts.append(Prompt(ids, label=int(rng.integers(2)), position=place))
+        position = size - 3 if shape.family == "masked" else size - 1
+        prompts.append(Prompt(ids, label=int(rng.integers(2)), position=position))
     return Batch(tuple(prompts), Readout("words", words=(11, 47)))

@@ -1,4 +1,4 @@
-"""The figures of a comparison, as a table and as JSON."""
+"""The timings of a comparison, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -28,51 +28,53 @@ class Conditions:
     mezzo: str
 
     def __str__(self) -> str:
-        said = [self.model, f"batch {self.batch_size}", f"length {self.length}"]
+        parts = [self.model, f"batch {self.batch_size}", f"length {self.length}"]
         if self.spread:
-            said.append(f"spread {self.spread:g}")
+            parts.append(f"spread {self.spread:g}")
         if self.micro_batch:
-            said.append(f"micro-batch {self.micro_batch}")
-        said += [f"{self.samples} direction{'s' * (self.samples > 1)}", self.dtype]
+            parts.append(f"micro-batch {self.micro_batch}")
+        parts += [f"{self.samples} direction{'s' * (self.samples > 1)}", self.dtype]
         threads = f" ({self.threads} thread{'s' * (self.threads > 1)})" if self.device == "cpu" else ""
-        return ", ".join(said) + f", {self.device}{threads}"
+        return ", ".join(parts) + f", {self.device}{threads}"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One contender. `ratio` is its time over that of the bare doubled forward beside it, `all_ms` the time of every round."""
+class Timing:
+    """One contender. Both ratios are relative to the bare doubled forward of the same comparison."""
 
     what: str
     ms: float
+    """Median milliseconds per step."""
     iqr: float
     ratio: float
     peak_mib: float
     memory_ratio: float
     all_ms: tuple[float, ...]
+    """Milliseconds per step of every round."""
     conditions: Conditions
 
     def to_dict(self) -> dict[str, Any]:
-        own = asdict(self)
-        return {**own, **own.pop("conditions")}
+        fields = asdict(self)
+        return {**fields, **fields.pop("conditions")}
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """All rows, setting by setting."""
+class BenchResult:
+    """All timings, comparison by comparison."""
 
-    rows: tuple[Row, ...]
+    timings: tuple[Timing, ...]
 
     def to_list(self) -> list[dict[str, Any]]:
-        return [row.to_dict() for row in self.rows]
+        return [timing.to_dict() for timing in self.timings]
 
     def __str__(self) -> str:
         lines: list[str] = []
-        before: Conditions | None = None
-        for row in self.rows:
-            if row.conditions != before:
-                before = row.conditions
-                lines += ["", str(before), f"{'':<32}{'ms':>10}{'IQR':>9}{'÷ bare':>9}{'MiB':>10}{'÷ bare':>9}"]
+        conditions: Conditions | None = None
+        for t in self.timings:
+            if t.conditions != conditions:
+                conditions = t.conditions
+                lines += ["", str(conditions), f"{'':<32}{'ms':>10}{'IQR':>9}{'÷ bare':>9}{'MiB':>10}{'÷ bare':>9}"]
             lines.append(
-                f"{row.what:<32}{row.ms:>10.2f}{row.iqr:>9.2f}{row.ratio:>9.2f}{row.peak_mib:>10,.0f}{row.memory_ratio:>9.2f}"
+                f"{t.what:<32}{t.ms:>10.2f}{t.iqr:>9.2f}{t.ratio:>9.2f}{t.peak_mib:>10,.0f}{t.memory_ratio:>9.2f}"
             )
         return "\n".join(lines[1:])

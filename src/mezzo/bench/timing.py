@@ -1,4 +1,4 @@
-"""Timing that survives a busy machine: contenders take turns in every round, and the spread is reported."""
+"""Timing that is robust on a busy machine: contenders take turns in every round, and the spread is reported."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from dataclasses import dataclass, field
 import torch
 
 from mezzo.bench.contenders import Step
-from mezzo.bench.memory import Memory
+from mezzo.bench.memory import TensorMemory
 
 WARM_UP = {"cpu": 3, "cuda": 6}
-"""Steps until everything is compiled and captured, an update together with the forward behind it last of all."""
+"""Steps until everything is compiled and captured; the graph of an update with the following forward comes last."""
 SAMPLE_SECONDS = 0.05
-MOST_STEPS = 20
+MAX_STEPS_PER_SAMPLE = 20
 
 
 @dataclass
-class Timed:
-    """One contender: its step and what was seen of it."""
+class TimedContender:
+    """A contender's step and its measurements."""
 
     step: Step
     peak_mib: float
-    each: int
-    number: int
+    steps_per_sample: int
+    next_step: int
     ms: list[float] = field(default_factory=list)
+    """Milliseconds per step, one figure per round."""
 
-    def run(self, device: torch.device) -> None:
-        began = now(device)
-        for _ in range(self.each):
-            self.step(self.number)
-            self.number += 1
-        self.ms.append(1e3 * (now(device) - began) / self.each)
+    def take_sample(self, device: torch.device) -> None:
+        began = synchronized_time(device)
+        for _ in range(self.steps_per_sample):
+            self.step(self.next_step)
+            self.next_step += 1
+        self.ms.append(1e3 * (synchronized_time(device) - began) / self.steps_per_sample)
 
     @property
     def median(self) -> float:
@@ -46,32 +47,35 @@ class Timed:
         return high - low
 
 
-def now(device: torch.device) -> float:
-    """Seconds on a clock that waits for what the device still has to do."""
+def synchronized_time(device: torch.device) -> float:
+    """Seconds on a clock, read after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def interleaved(makers: Mapping[str, Callable[[], Step]], device: torch.device, rounds: int) -> dict[str, Timed]:
-    """Every contender made and warmed up, then timed in turns; each round begins with another one."""
-    timed = {name: _warm(make, device) for name, make in makers.items()}
-    names = list(timed)
+def time_in_turns(
+    factories: Mapping[str, Callable[[], Step]], device: torch.device, rounds: int
+) -> dict[str, TimedContender]:
+    """Build and warm up every contender, then time them in turns; each round begins with another one."""
+    contenders = {name: _warm_up(factory, device) for name, factory in factories.items()}
+    names = list(contenders)
     for turn in range(rounds):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            timed[name].run(device)
-    return timed
+            contenders[name].take_sample(device)
+    return contenders
 
 
-def _warm(make: Callable[[], Step], device: torch.device) -> Timed:
-    """The contender after its first steps, the most memory it held by then, and how many steps make a sample."""
-    with Memory(device) as weights:
-        step = make()
-    with Memory(device) as steps:
+def _warm_up(factory: Callable[[], Step], device: torch.device) -> TimedContender:
+    """Build a contender and run its first steps; measure its peak memory and how many steps make a sample."""
+    with TensorMemory(device) as weights:
+        step = factory()
+    with TensorMemory(device) as steps:
         for number in range(WARM_UP[device.type]):
-            began = now(device)
+            began = synchronized_time(device)
             step(number)
-            took = now(device) - began
-    each = 1 if device.type == "cpu" else max(1, min(MOST_STEPS, math.ceil(SAMPLE_SECONDS / took)))
-    return Timed(step, (weights.kept + steps.peak) / 2**20, each, WARM_UP[device.type])
+            seconds = synchronized_time(device) - began
+    on_cpu = device.type == "cpu"
+    per_sample = 1 if on_cpu else max(1, min(MAX_STEPS_PER_SAMPLE, math.ceil(SAMPLE_SECONDS / seconds)))
+    return TimedContender(step, (weights.allocated + steps.peak) / 2**20, per_sample, WARM_UP[device.type])

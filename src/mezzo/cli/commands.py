@@ -1,4 +1,4 @@
-"""One function a verb: call the API, show the result, return what `--json` prints."""
+"""One function per command: call the API, show the result, return what `--json` prints."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mezzo.cli.parser import given
-from mezzo.cli.progress import display, show_summary
-from mezzo.config import from_file
+from mezzo.cli.parser import given_options
+from mezzo.cli.progress import show_progress, show_summary
+from mezzo.config import OPTIONS, from_file
 from mezzo.errors import ConfigError, DataError
-from mezzo.journal.atomic_files import finite
+from mezzo.journal.atomic_files import json_safe
 
 
 def train(options: Namespace) -> Any:
@@ -25,26 +25,27 @@ def train(options: Namespace) -> Any:
     if options.print_config:
         if options.resume:
             raise ConfigError(f"a run's configuration is in {options.resume}/config.json")
-        text = _toml(api.prepared_config(_stated(options)))
+        text = _toml(api.prepared_config(_all_options(options)))
         print(text, end="", file=sys.stderr if options.json else sys.stdout)
         return {"config": text}
-    if torchrun.launched():
-        with torchrun.among(str(_stated(options).get("backend", "gloo"))) as driver:
+    if torchrun.launched_this_process():
+        with torchrun.join_ranks(str(_all_options(options).get("backend", OPTIONS["backend"].default))) as driver:
             return _train(options) if driver else (None, 0)  # one process prints
     return _train(options)
 
 
-def _stated(options: Namespace) -> dict[str, Any]:
-    """The options of the configuration file and of the command line, which wins."""
-    here = given(options)
-    return {**(from_file(Path(options.config), here) if options.config else {}), **here}
+def _all_options(options: Namespace) -> dict[str, Any]:
+    """The options of the configuration file and of the command line, which takes precedence."""
+    given = given_options(options)
+    return {**(from_file(Path(options.config), given) if options.config else {}), **given}
 
 
 def _train(options: Namespace) -> Any:
     from mezzo import api
 
-    with display(quiet=options.json) as observe:
-        session = api.open_session(config=options.config, resume=options.resume, observe=observe, **given(options))
+    with show_progress(plain=options.json) as observe:
+        source = {"config": options.config, "resume": options.resume}
+        session = api.open_session(observe=observe, **source, **given_options(options))
         session.note_command(["mezzo", *options.arguments])
         for _ in session.records():
             pass
@@ -61,19 +62,20 @@ def _train(options: Namespace) -> Any:
 def evaluate(options: Namespace) -> Any:
     from mezzo import api
 
-    found = api.evaluate(options.run, data=options.data, at=options.at, **given(options))
-    _show(options, f"{found}\nloss {found.loss:.4f}, calibrated {found.metric} {found.calibrated:.1%}")
-    return found.to_dict()
+    evaluation = api.evaluate(options.run, data=options.data, at=options.at, **given_options(options))
+    calibrated = f"calibrated {evaluation.metric} {evaluation.calibrated:.1%}"
+    _show(options, f"{evaluation}\nloss {evaluation.loss:.4f}, {calibrated}")
+    return evaluation.to_dict()
 
 
 def predict(options: Namespace) -> Any:
     from mezzo import api
 
     count = 0
-    table = options.data and Path(options.data).suffix.lower() not in ("", ".txt")
-    rows = options.data if table else _rows(options.data)
-    for row in api.predict(rows, options.run, at=options.at, **given(options)):
-        print(json.dumps(finite(row), ensure_ascii=False), flush=True)
+    is_table = options.data and Path(options.data).suffix.lower() not in ("", ".txt")
+    rows = options.data if is_table else _read_lines(options.data)
+    for row in api.predict(rows, options.run, at=options.at, **given_options(options)):
+        print(json.dumps(json_safe(row), ensure_ascii=False), flush=True)
         count += 1
     return {"n": count}
 
@@ -90,24 +92,18 @@ def export(options: Namespace) -> Any:
 def verify(options: Namespace) -> Any:
     from mezzo import api
 
-    found = api.verify(options.run, options.model, options.device)
-    _show(options, str(found))
-    result = {
-        "digest": found.digest,
-        "recorded": found.recorded,
-        "ok": found.ok,
-        "steps": found.steps,
-        "torn": found.torn,
-    }
-    return result, 0 if found.ok else 1
+    verified = api.verify(options.run, options.model, options.device)
+    _show(options, str(verified))
+    result = {name: getattr(verified, name) for name in ("digest", "recorded", "ok", "steps", "torn")}
+    return result, 0 if verified.ok else 1
 
 
 def workers(options: Namespace) -> Any:
     from mezzo.runs.folder import Folder
 
     folder = Folder.open(options.run)
-    began_with = folder.read_config().get("workers")
-    if not began_with:
+    configured = folder.read_config().get("workers")
+    if not configured:
         raise ConfigError(
             f"{folder.path} runs without workers; 'mezzo train --resume {folder.path} --workers N' adds some"
         )
@@ -115,9 +111,9 @@ def workers(options: Namespace) -> Any:
         if options.count < 1:
             raise ConfigError(f"a run needs at least one worker, not {options.count}")
         folder.want_workers(options.count)
-    wanted = folder.wanted_workers() or began_with
-    _show(options, f"{folder.path} wants {wanted} workers")
-    return {"run": str(folder.path), "workers": wanted}
+    count = folder.wanted_workers() or configured
+    _show(options, f"{folder.path} wants {count} workers")
+    return {"run": str(folder.path), "workers": count}
 
 
 def report(options: Namespace) -> Any:
@@ -125,17 +121,17 @@ def report(options: Namespace) -> Any:
 
     if options.watch:
         return _watch(options)
-    path, stories = reports.write_page(options.runs, options.out)
-    words = [f"{story.name}: {story.verdict.word}: {story.verdict.reason}" for story in stories]
+    path, runs = reports.write_page(options.runs, options.out)
+    words = [f"{run.name}: {run.verdict.word}: {run.verdict.reason}" for run in runs]
     _show(options, "\n".join([*words, f"wrote {path}"]))
-    plots = reports.write_plots(stories, Path(options.plots)) if options.plots else []
+    plots = reports.write_plots(runs, Path(options.plots)) if options.plots else []
     if plots:
-        missing = "" if reports.can_png() else "; PNG needs matplotlib: pip install 'mezzo[plots]'"
+        missing = "" if reports.has_matplotlib() else "; PNG needs matplotlib: pip install 'mezzo[plots]'"
         _show(options, f"wrote {len(plots)} plots to {options.plots}{missing}")
     return {
         "out": str(path),
         "plots": [str(plot) for plot in plots],
-        "runs": [{"run": str(s.path), "verdict": s.verdict.word, "reason": s.verdict.reason} for s in stories],
+        "runs": [{"run": str(r.path), "verdict": r.verdict.word, "reason": r.verdict.reason} for r in runs],
     }
 
 
@@ -144,8 +140,8 @@ def _watch(options: Namespace) -> Any:
     from mezzo import reports
 
     for run in options.runs:
-        reports.story_of(run)  # a mistake is told here, not in the browser
-    with reports.server(options.runs, options.port) as server:
+        reports.read_run(run)  # a mistake is told here, not in the browser
+    with reports.make_server(options.runs, options.port) as server:
         url = f"http://127.0.0.1:{server.server_port}/"
         with contextlib.suppress(KeyboardInterrupt):
             print(f"the report is at {url} (Ctrl-C ends it)", file=sys.stderr, flush=True)
@@ -159,70 +155,82 @@ def tasks(options: Namespace) -> Any:
     if options.action == "show":
         if not options.name:
             raise ConfigError("name the task to show: mezzo tasks show NAME ('mezzo tasks' lists them)")
-        about = get_task(options.name, options.family).describe()
-        _show(options, "\n".join(f"{key:<11} {_plain(value)}" for key, value in about.items()))
-        return about
-    found = [task.describe() for task in list_tasks()]
+        task = get_task(options.name, options.family).describe()
+        _show(options, "\n".join(f"{key:<11} {_one_line(value)}" for key, value in task.items()))
+        return task
+    every = [task.describe() for task in list_tasks()]
     lines = [
-        f"{t['name']:<9} {t['family']:<7} {t['metric']:<9} {', '.join(t['words'].values()) or t['kind']}" for t in found
+        f"{t['name']:<9} {t['family']:<7} {t['metric']:<9} {', '.join(t['words'].values()) or t['kind']}" for t in every
     ]
     _show(options, "\n".join(lines))
-    return found
+    return every
 
 
 def signal(options: Namespace) -> Any:
     from mezzo.signal import measure
 
-    found = measure(given(options), options.directions, options.batches, options.objectives)
-    _show(options, str(found))
-    return found.to_list()
+    measured = measure(given_options(options), options.directions, options.batches, options.objectives)
+    _show(options, str(measured))
+    return measured.to_list()
 
 
 def bench(options: Namespace) -> Any:
     from mezzo.bench import bench as compare
 
-    with _removed_at_the_end():
-        found = compare(
-            given(options),
+    if options.plan:
+        return _forward_plans(options)
+    with _exit_on_signals():
+        comparison = compare(
+            given_options(options),
             options.length,
             options.spread,
             options.rounds,
             options.sweep,
-            say=lambda text: print(text, file=sys.stderr, flush=True),
+            log=lambda text: print(text, file=sys.stderr, flush=True),
             show=lambda table: _show(options, f"{table}\n"),
             published=not options.no_published,
         )
-    return found.to_list()
+    return comparison.to_list()
+
+
+def _forward_plans(options: Namespace) -> list[dict[str, Any]]:
+    from mezzo.bench.plans import forward_plans
+
+    plans = []
+    for plan in forward_plans(given_options(options)):
+        _show(options, f"{plan}\n")
+        plans.append(plan.to_dict())
+    return plans
 
 
 @contextlib.contextmanager
-def _removed_at_the_end() -> Iterator[None]:
-    """Leave as Ctrl-C does where a scheduler or a closed terminal ends the program: temporary folders are removed."""
+def _exit_on_signals() -> Iterator[None]:
+    """Exit through Python when a job scheduler or a closed terminal ends the program, so that temporary folders are removed."""
     import signal
 
-    ends = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) == signal.SIG_DFL]
+    handled = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) == signal.SIG_DFL]
     if threading.current_thread() is not threading.main_thread():
-        ends = []
-    for one in ends:
-        signal.signal(one, lambda number, _: sys.exit(128 + number))
+        handled = []
+    for each in handled:
+        signal.signal(each, lambda number, _: sys.exit(128 + number))
     try:
         yield
     finally:
-        for one in ends:
-            signal.signal(one, signal.SIG_DFL)
+        for each in handled:
+            signal.signal(each, signal.SIG_DFL)
 
 
 def _show(options: Namespace, text: str) -> None:
-    """Results go to standard output, unless a program reads that."""
+    """Print a result to standard output, or to standard error where a program reads the JSON."""
     print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
 
 
-def _plain(value: Any) -> str:
+def _one_line(value: Any) -> str:
     return ", ".join(f"{key} → {word}" for key, word in value.items()) if isinstance(value, dict) else str(value)
 
 
-def _rows(path: str | None) -> Iterator[Any]:
-    """Lines of text, or of JSON objects: the first line decides."""
+def _read_lines(path: str | None) -> Iterator[Any]:
+    """Lines of text, or of JSON objects: the first line decides which."""
     name = path or "standard input"
     try:
         with open(path, encoding="utf-8") if path else sys.stdin as file:
@@ -231,14 +239,14 @@ def _rows(path: str | None) -> Iterator[Any]:
                 if not (line := line.strip()):
                     continue
                 as_json = line.startswith("{") if as_json is None else as_json
-                yield _row(line, name, number) if as_json else line
+                yield _parse_json(line, name, number) if as_json else line
     except OSError as error:
         raise DataError(f"{name}: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise DataError(f"{name} is not UTF-8 text; convert it first") from None
 
 
-def _row(line: str, name: str, number: int) -> Any:
+def _parse_json(line: str, name: str, number: int) -> Any:
     try:
         return json.loads(line)
     except ValueError as error:
@@ -246,7 +254,7 @@ def _row(line: str, name: str, number: int) -> Any:
 
 
 def _toml(config: dict[str, dict[str, Any]]) -> str:
-    """The configuration as TOML tables, comments for what is not set."""
+    """The configuration as TOML tables; options that are not set are comments."""
     lines = []
     for group, values in config.items():
         lines.append(f"[{group}]")

@@ -1,4 +1,4 @@
-"""Progress on standard error: a live line in a terminal, a plain line per evaluation elsewhere. Colour marks trouble only."""
+"""Progress on standard error: a live line in a terminal, a plain line per evaluation elsewhere. Colour marks problems only."""
 
 from __future__ import annotations
 
@@ -10,28 +10,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Observer = Callable[[str, dict[str, Any]], None]
-TONES = {"worked": "green", "unclear": "yellow", "not tested": "yellow"}
-"""Colours of verdicts; all others are red."""
-
-
-WIDE = 105
+VERDICT_COLOURS = {"worked": "green", "unclear": "yellow", "not tested": "yellow"}
+"""All other verdicts are red."""
+BAR_COLUMNS = 105
 """Columns of a terminal from which on there is room for a bar."""
-MANY = 100_000
-"""Examples whose encoding takes so long that it is announced."""
+ANNOUNCED_EXAMPLES = 100_000
+"""Examples from which on encoding takes so long that it is announced."""
 
 
 @contextlib.contextmanager
-def display(quiet: bool = False) -> Iterator[Observer]:
+def show_progress(plain: bool = False) -> Iterator[Observer]:
     """An observer of a run's events; the terminal is tidy again when the context ends."""
-    if sys.stderr.isatty() and not quiet:
-        with _live() as observe:
+    if sys.stderr.isatty() and not plain:
+        with _live_line() as observe:
             yield observe
     else:
-        yield _Plain()
+        yield _PlainLines()
 
 
 def show_summary(run: Any) -> None:
-    """The final table, its verdict in colour where there is a terminal."""
+    """The final table, with a coloured verdict in a terminal."""
     if not sys.stdout.isatty():
         print(run)
         return
@@ -40,31 +38,18 @@ def show_summary(run: Any) -> None:
 
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in run.table():
-        style = TONES.get(run.verdict.split(":")[0], "red") if name == "verdict" else ""
+        style = VERDICT_COLOURS.get(run.verdict.split(":")[0], "red") if name == "verdict" else ""
         table.add_row(name, value, style=style)
     Console(highlight=False, markup=False).print(table)
 
 
-def headline(values: dict[str, Any]) -> str:
-    """What is about to happen."""
-    trained, total = values["trained_parameters"], values["parameters"]
-    where = f"on {values['device']}" + (
-        f" ({values['threads']} thread{'s' * (values['threads'] > 1)})" if values["device"] == "cpu" else ""
-    )
-    where += f", {count} worker{'s' * (count > 1)}" if (count := values.get("workers")) else ""
-    return (
-        f"training {values['space']}: {trained:,} values of a {total:,}-parameter model, {values['train']} examples, "
-        f"lr {values['lr']:g}, eps {values['eps']:g}, {where}; writing {values['out']}"
-    )
-
-
-def sentence(event: str, values: dict[str, Any]) -> str:
-    """One plain line for events worth one."""
+def event_line(event: str, values: dict[str, Any]) -> str:
+    """One plain line about an event; empty for those that are not shown."""
     match event:
-        case "encoding" if values["examples"] >= MANY:
+        case "encoding" if values["examples"] >= ANNOUNCED_EXAMPLES:
             return f"encoding {values['examples']:,} training examples (--train-limit N takes fewer)"
         case "start":
-            return headline(values)
+            return _start_line(values)
         case "zero-shot":
             return f"zero-shot {values['metric']} {values['value']:.1%}, calibrated {values['calibrated']:.1%} (n={values['n']})"
         case "evaluation":
@@ -72,111 +57,118 @@ def sentence(event: str, values: dict[str, Any]) -> str:
                 f"step {values['step']:>6}  dev {values['metric']} {values['value']:.1%}  dev loss {values['loss']:.4f}"
             )
         case "worker":
-            return values["text"]
+            return str(values["text"])
         case "warning":
             return f"warning: {values['text']}"
     return ""
 
 
+def _start_line(values: dict[str, Any]) -> str:
+    trained, total = values["trained_parameters"], values["parameters"]
+    where = f"on {values['device']}"
+    where += f" ({_count(values['threads'], 'thread')})" if values["device"] == "cpu" else ""
+    where += f", {_count(values['workers'], 'worker')}" if values.get("workers") else ""
+    return (
+        f"training {values['space']}: {trained:,} values of a {total:,}-parameter model, {values['train']} examples, "
+        f"lr {values['lr']:g}, eps {values['eps']:g}, {where}; writing {values['out']}"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number > 1)}"
+
+
 @dataclass
-class Pace:
-    """What is known of the run so far: how fast it is, how long it will take, how the loss and the slopes are."""
+class RunStats:
+    """Figures of the run so far: speed, time left, loss, share of zero slopes, memory."""
 
-    total: int = 0
-    seen: int = 0
-    zero: int = 0
+    total_steps: int = 0
+    step: int = 0
+    seen_steps: int = 0
+    zero_slopes: int = 0
     loss: float | None = None
-    memory: int = 0
-    last: int = 0
-    began: float = field(default_factory=time.monotonic)
+    memory_mib: int = 0
+    started: float = field(default_factory=time.monotonic)
 
-    def see(self, event: str, values: dict[str, Any]) -> None:
+    def update(self, event: str, values: dict[str, Any]) -> None:
         if event == "start":
-            self.total, self.last = int(values["steps"]), int(values["step"])
+            self.total_steps, self.step = int(values["steps"]), int(values["step"])
         elif event == "step":
-            if not self.seen:
-                self.began = time.monotonic()  # of the end of the first step, which loads and warms
-            self.seen += 1
-            self.zero += all(slope == 0 for slope in values["slopes"])
+            if not self.seen_steps:
+                self.started = time.monotonic()  # after the first step, which loads and warms up
+            self.seen_steps += 1
+            self.zero_slopes += all(slope == 0 for slope in values["slopes"])
             self.loss = values["loss"] if self.loss is None else 0.98 * self.loss + 0.02 * values["loss"]
-            self.memory, self.last = int(values.get("memory_mib", 0)), int(values["step"]) + 1
+            self.memory_mib, self.step = int(values.get("memory_mib", 0)), int(values["step"]) + 1
 
     @property
-    def rate(self) -> float:
-        return (self.seen - 1) / max(1e-9, time.monotonic() - self.began) if self.seen > 1 else 0.0
-
-    @property
-    def left(self) -> str:
-        if not self.rate or self.last >= self.total:
-            return ""
-        seconds = (self.total - self.last) / self.rate
-        return f"{seconds:.0f} s left" if seconds < 90 else f"{seconds / 60:.0f} min left"
+    def steps_per_second(self) -> float:
+        return (self.seen_steps - 1) / max(1e-9, time.monotonic() - self.started) if self.seen_steps > 1 else 0.0
 
     @property
     def speed(self) -> str:
-        return f"{self.rate:.1f} steps/s" if self.rate else ""
+        return f"{self.steps_per_second:.1f} steps/s" if self.steps_per_second else ""
 
     @property
-    def zero_share(self) -> str:
-        return f"{self.zero / self.seen:.0%}" if self.seen else "…"
+    def time_left(self) -> str:
+        if not self.steps_per_second or self.step >= self.total_steps:
+            return ""
+        seconds = (self.total_steps - self.step) / self.steps_per_second
+        return f"{seconds:.0f} s left" if seconds < 90 else f"{seconds / 60:.0f} min left"
+
+    @property
+    def zero_slope_share(self) -> str:
+        return f"zero slopes {self.zero_slopes / self.seen_steps:.0%}" if self.seen_steps else "zero slopes …"
+
+    @property
+    def memory(self) -> str:
+        return f"{self.memory_mib:,} MiB"
 
     def __str__(self) -> str:
-        """Behind a plain evaluation line."""
+        """What follows a plain evaluation line."""
         if self.loss is None:
             return ""
-        parts = [
-            f"loss {self.loss:.4f}",
-            f"zero slopes {self.zero_share}",
-            self.speed,
-            self.left,
-            f"{self.memory:,} MiB",
-        ]
+        parts = (f"loss {self.loss:.4f}", self.zero_slope_share, self.speed, self.time_left, self.memory)
         return "".join(f"  {part}" for part in parts if part)
 
 
-class _Plain:
-    """A line per evaluation, with the pace."""
+class _PlainLines:
+    """A line per event, evaluations with the figures so far."""
 
     def __init__(self) -> None:
-        self.pace = Pace()
+        self.stats = RunStats()
 
     def __call__(self, event: str, values: dict[str, Any]) -> None:
-        self.pace.see(event, values)
-        if text := sentence(event, values):
-            print(text + (str(self.pace) if event == "evaluation" else ""), file=sys.stderr, flush=True)
+        self.stats.update(event, values)
+        if text := event_line(event, values):
+            print(text + (str(self.stats) if event == "evaluation" else ""), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def _live() -> Iterator[Observer]:
+def _live_line() -> Iterator[Observer]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
     console = Console(stderr=True, highlight=False)
-    bar_if_wide = (BarColumn(bar_width=16),) if console.width >= WIDE else ()  # the figures say more than the bar
-    columns = (*bar_if_wide, TextColumn("{task.fields[now]}", markup=False))
-    with Progress(*columns, console=console, transient=True) as bars:
-        pace, dev = Pace(), ["…"]
-        bar = bars.add_task("", total=None, now="loading")
+    bar = (BarColumn(bar_width=16),) if console.width >= BAR_COLUMNS else ()  # the figures say more than the bar
+    with Progress(
+        *bar, TextColumn("{task.fields[figures]}", markup=False), console=console, transient=True
+    ) as progress:
+        stats, dev = RunStats(), "…"
+        line = progress.add_task("", total=None, figures="loading")
 
         def observe(event: str, values: dict[str, Any]) -> None:
-            pace.see(event, values)
+            nonlocal dev
+            stats.update(event, values)
             if event == "start":
-                bars.update(bar, total=values["steps"], completed=values["step"], now="")
-            if event == "evaluation":
-                dev[0] = f"{values['value']:.1%}"
-            if event == "step":
-                loss = "…" if pace.loss is None else f"{pace.loss:.4f}"
-                place = f"{pace.last}/{pace.total}"
-                facts = (
-                    place,
-                    pace.speed,
-                    pace.left,
-                    f"loss {loss}",
-                    f"dev {dev[0]}",
-                    f"zero slopes {pace.zero_share}",
-                )
-                bars.update(bar, completed=pace.last, now="  ".join(filter(None, (*facts, f"{pace.memory:,} MiB"))))
-            if text := sentence(event, values):
+                progress.update(line, total=values["steps"], completed=values["step"], figures="")
+            elif event == "evaluation":
+                dev = f"{values['value']:.1%}"
+            elif event == "step":
+                place, loss = f"{stats.step}/{stats.total_steps}", f"loss {stats.loss:.4f}"
+                parts = (place, stats.speed, stats.time_left, loss, f"dev {dev}", stats.zero_slope_share, stats.memory)
+                progress.update(line, completed=stats.step, figures="  ".join(filter(None, parts)))
+            if text := event_line(event, values):
                 console.print(text, markup=False, style="yellow" if event == "warning" else None)
 
         yield observe

@@ -89,24 +89,45 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+class ExportableEngine(Protocol):
+    """What an export needs of an engine."""
+
+    space: Space
+
+    def adapter_tensors(self) -> dict[str, npt.NDArray[np.generic]]:
+        """The trained tensors, and the frozen one of every pair of which only one is trained."""
+        ...
+
+    @property
+    def stores_transposed(self) -> bool:
+        """True where weights of linear layers are stored as (in, out)."""
+        ...
+
+    def merged_model(self) -> Any:
+        """A plain Hugging Face model with what was trained in its weights."""
+        ...
+
+
 @runtime_checkable
 class Workers(Protocol):
-    """What an engine made of workers can do beside: no weights are sent to it, and it counts what its workers cost."""
+    """What an engine made of workers does besides: it replays instead of loading weights, and keeps statistics."""
 
-    def join(self, snapshots: str, report: Callable[[str], None], wanted: Callable[[], int | None]) -> None:
-        """The run has a folder: its snapshots, where to tell what happened, and how many workers it wants from now on."""
+    def attach_run(
+        self, snapshot_folder: str, report: Callable[[str], None], requested_count: Callable[[], int | None]
+    ) -> None:
+        """Connect the engine to a run: its snapshots, where to report lost workers, and how many workers it asks for."""
         ...
 
-    def go_to(self, updates: Sequence[Update], marks: Mapping[int, str], snapshots: str | None) -> None:
-        """Be where these updates lead from the base model; every worker finds its own way."""
+    def replay_journal(self, updates: Sequence[Update], marks: Mapping[int, str], snapshot_folder: str | None) -> None:
+        """Move every worker to where these updates lead from the base model."""
         ...
 
-    def step_cost(self) -> dict[str, Any]:
-        """What the last step took: bytes, and the share of time that workers waited."""
+    def step_stats(self) -> dict[str, Any]:
+        """Metrics of the last step: bytes transferred, and the share of time that workers waited."""
         ...
 
-    def total_cost(self) -> dict[str, Any]:
-        """The same for the run, with the workers that were lost or rebuilt."""
+    def run_stats(self) -> dict[str, Any]:
+        """The same for the whole run, and how many workers were lost or rebuilt."""
         ...
 
 

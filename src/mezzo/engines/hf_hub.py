@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from mezzo.engines.architectures import positions_follow_padding
 from mezzo.errors import ModelError, nearest
 from mezzo.types import Family
 
@@ -112,7 +113,7 @@ def longest_input(config: Any) -> int | None:
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
         return None
-    if not any(name in config.model_type for name in ("roberta", "camembert", "longformer", "mpnet")):
+    if not positions_follow_padding(config):
         return limit
     if not isinstance(config.pad_token_id, int):
         raise ModelError(

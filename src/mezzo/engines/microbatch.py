@@ -1,4 +1,4 @@
-"""Units of work: a batch at some probes cut into pieces that give the same scores whoever computes them, and when."""
+"""Work units: a batch at some probes, split so that each unit gives the same scores whoever computes it, and when."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from mezzo.types import Batch, MicroBatch, Probe
 
 @dataclass(frozen=True, slots=True)
 class WorkUnit:
-    """One unit: probes `first` to `last` at the examples in `places`, short with short."""
+    """Probes `probe_start` to `probe_stop` (exclusive) at one micro-batch of examples of similar length."""
 
-    first: int
-    last: int
-    places: tuple[int, ...]
+    probe_start: int
+    probe_stop: int
+    example_indices: tuple[int, ...]
 
 
-def split_into_units(batch: Batch, probes: int, micro_batch: MicroBatch) -> list[WorkUnit]:
-    """Every unit of a batch. Whole units side by side, in this order, are cut into the same units again."""
+def split_into_units(batch: Batch, probe_count: int, micro_batch: MicroBatch) -> list[WorkUnit]:
+    """Every unit of a batch. Units concatenated in this order are split into the same units again."""
     groups = group_by_length([prompt.ids for prompt in batch.prompts], micro_batch.rows)
-    starts = range(0, probes, micro_batch.members)
     return [
-        WorkUnit(first, min(first + micro_batch.members, probes), tuple(group)) for first in starts for group in groups
+        WorkUnit(start, min(start + micro_batch.members, probe_count), tuple(group))
+        for start in range(0, probe_count, micro_batch.members)
+        for group in groups
     ]
 
 
-def group_by_length(rows: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    """Indices of the rows in groups of at most `size`, sorted by length, ties by place."""
-    ordered = sorted(range(len(rows)), key=lambda index: (len(rows[index]), index))
-    return [ordered[first : first + size] for first in range(0, len(ordered), size)]
+def group_by_length(sequences: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+    """Indices of the sequences in groups of at most `size`, sorted by length, ties by index."""
+    by_length = sorted(range(len(sequences)), key=lambda index: (len(sequences[index]), index))
+    return [by_length[start : start + size] for start in range(0, len(by_length), size)]
 
 
 def candidate_count(batch: Batch) -> int:
-    """C: how many candidates the examples have at most."""
+    """C: the largest number of candidates that an example has."""
     if batch.readout.kind == "candidates":
-        return max(len(p.candidates) for p in batch.prompts)
+        return max(len(prompt.candidates) for prompt in batch.prompts)
     return len(batch.readout.words) or batch.readout.classes
 
 
@@ -48,31 +49,31 @@ class EngineCall:
     units: tuple[WorkUnit, ...]
 
     @property
-    def cost(self) -> int:
-        """Tokens that the forwards see, about: what their time grows with."""
-        tokens = sum(len(p.ids) + sum(len(c) for c in p.candidates) for p in self.batch.prompts)
+    def token_count(self) -> int:
+        """Approximate number of tokens in the forwards, which their time is proportional to."""
+        tokens = sum(len(prompt.ids) + sum(map(len, prompt.candidates)) for prompt in self.batch.prompts)
         return len(self.probes) * tokens
 
-    def parts(self) -> Iterator[tuple[WorkUnit, Batch, slice]]:
-        """Each unit, its examples, and their rows in this piece."""
+    def split(self) -> Iterator[tuple[WorkUnit, Batch, slice]]:
+        """Each unit with its examples and their rows in this call's batch."""
         start = 0
-        for work in self.units:
-            rows = slice(start, start + len(work.places))
-            yield work, Batch(self.batch.prompts[rows], self.batch.readout), rows
+        for unit in self.units:
+            rows = slice(start, start + len(unit.example_indices))
+            yield unit, Batch(self.batch.prompts[rows], self.batch.readout), rows
             start = rows.stop
 
 
-def group_calls(batch: Batch, probes: Sequence[Probe], works: Sequence[WorkUnit], joined: bool) -> list[EngineCall]:
-    """Units as calls of an engine; `joined` puts those at the same probes into one call."""
+def group_calls(batch: Batch, probes: Sequence[Probe], units: Sequence[WorkUnit], merge: bool) -> list[EngineCall]:
+    """Turn units into engine calls; `merge` puts consecutive units at the same probes into one call."""
     groups: list[list[WorkUnit]] = []
-    for work in works:
-        if joined and groups and groups[-1][0].first == work.first:
-            groups[-1].append(work)
+    for unit in units:
+        if merge and groups and groups[-1][0].probe_start == unit.probe_start:
+            groups[-1].append(unit)
         else:
-            groups.append([work])
-    found = []
+            groups.append([unit])
+    calls = []
     for group in groups:
-        prompts = tuple(batch.prompts[place] for work in group for place in work.places)
-        chosen = tuple(probes[group[0].first : group[0].last])
-        found.append(EngineCall(Batch(prompts, batch.readout), chosen, tuple(group)))
-    return found
+        prompts = tuple(batch.prompts[index] for unit in group for index in unit.example_indices)
+        group_probes = tuple(probes[group[0].probe_start : group[0].probe_stop])
+        calls.append(EngineCall(Batch(prompts, batch.readout), group_probes, tuple(group)))
+    return calls

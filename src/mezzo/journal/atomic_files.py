@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and operating-system errors as one line."""
+"""Files that are complete or absent, and operating-system errors as one line."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mezzo.errors import JournalError, RunFailed
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """The whole file or the old one, never a half."""
+    """Write a file so that readers see the new content or the old, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with explained(path):
+    with explain_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             temporary.unlink(missing_ok=True)
-            with open(temporary, "xb") as file:  # never through a link that somebody left there
+            with open(temporary, "xb") as file:  # never through an existing link
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -30,22 +30,22 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def refuse_links(folder: Path, names: Iterable[str]) -> None:
-    """A run is written inside its own folder, wherever a stranger's links in it may point."""
+    """Refuse symbolic links in a run folder: a run writes only inside its own folder."""
     for name in names:
         if (folder / name).is_symlink():
             raise JournalError(f"{folder / name} is a symbolic link; a run is written only inside its own folder")
 
 
 def write_all(file: int, data: bytes) -> None:
-    """os.write until everything is handed over."""
+    """os.write until everything is written."""
     view = memoryview(data)
     while view:
         view = view[os.write(file, view) :]
 
 
 @contextlib.contextmanager
-def explained(path: Path, kind: type[Exception] = JournalError) -> Iterator[None]:
-    """Operating-system errors as one line; a run that fails to write can be resumed."""
+def explain_os_errors(path: Path, kind: type[Exception] = JournalError) -> Iterator[None]:
+    """Raise operating-system errors as one line; with RunFailed it says how to resume."""
     try:
         yield
     except OSError as error:
@@ -54,12 +54,12 @@ def explained(path: Path, kind: type[Exception] = JournalError) -> Iterator[None
         raise kind(f"{path}: {reason}{again}") from None
 
 
-def finite(value: Any) -> Any:
-    """JSON without NaN: other programs read these lines too."""
+def json_safe(value: Any) -> Any:
+    """A copy for JSON: numbers that are not finite as text, because other programs read these lines."""
     if isinstance(value, float):
         return value if value == value and abs(value) != float("inf") else str(value)
     if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
+        return {key: json_safe(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(inner) for inner in value]
+        return [json_safe(inner) for inner in value]
     return value

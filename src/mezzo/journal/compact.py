@@ -1,4 +1,4 @@
-"""A journal small enough to mail: header and coefficients only. The seeds follow from the header; losses are left out."""
+"""A journal small enough for an e-mail: header and coefficients. Seeds follow from the header; losses are left out."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from typing import Any
 import numpy as np
 
 from mezzo.errors import JournalError
-from mezzo.journal.atomic_files import explained, write_atomically
+from mezzo.journal.atomic_files import explain_os_errors, write_atomically
 from mezzo.journal.header import parse_header
 from mezzo.journal.journal import Content
 from mezzo.method.noise import step_seed
 from mezzo.types import StepRecord, Update
 
 MAGIC = b"mezzo-journal-1\n"
-LARGEST_HEADER = 64 * 2**20  # bytes; what a stranger's file may unpack to is decided before it is unpacked
-MOST_TERMS = 4_000_000  # steps times samples
+MAX_HEADER = 64 * 2**20  # bytes after decompression; the file may come from anybody
+MAX_TERMS = 4_000_000  # steps times samples
 
 
 def export_compact(content: Content, path: Path, best: int | None = None) -> int:
     """Write the journal without losses: header, float32 coefficients, keeps. Returns the file's size.
 
-    `best` is the position that a reader takes without being told another.
+    `best` is the default position of a reader.
     """
     seed, samples = content.header.seed, content.header.samples
-    if samples < 1 or content.steps * samples > MOST_TERMS:
-        raise JournalError(f"{content.path}: a compact journal holds at most {MOST_TERMS:,} directions")
+    if samples < 1 or content.steps * samples > MAX_TERMS:
+        raise JournalError(f"{content.path}: a compact journal holds at most {MAX_TERMS:,} directions")
     coefs = np.full((content.steps, samples), np.nan, dtype="<f4")
     keeps = np.ones(content.steps, dtype="<f4")
     for record in content.records:
@@ -50,7 +50,7 @@ def export_compact(content: Content, path: Path, best: int | None = None) -> int
         "steps": content.steps,
         "marks": {str(k): v for k, v in content.marks.items()},
     }
-    parts = [zlib.compress(part, 9) for part in (json.dumps(header).encode(), _planes(coefs), _planes(keeps))]
+    parts = [zlib.compress(part, 9) for part in (json.dumps(header).encode(), _byte_planes(coefs), _byte_planes(keeps))]
     body = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     data = MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
     write_atomically(path, data)
@@ -59,7 +59,7 @@ def export_compact(content: Content, path: Path, best: int | None = None) -> int
 
 def import_compact(path: Path) -> Content:
     """Read a compact journal back into step records (without losses)."""
-    with explained(path):
+    with explain_os_errors(path):
         data = path.read_bytes()
     head = len(MAGIC) + 4
     if not data.startswith(MAGIC):
@@ -68,14 +68,14 @@ def import_compact(path: Path) -> Content:
     if zlib.crc32(body).to_bytes(4, "little") != data[len(MAGIC) : head]:
         raise JournalError(f"{path} is damaged: its checksum does not match")
     try:
-        header_part, coef_part, keep_part = _parts(body)
-        values = json.loads(_unpacked(header_part, LARGEST_HEADER))
+        header_part, coef_part, keep_part = _split_parts(body)
+        values = json.loads(_decompress(header_part, MAX_HEADER))
         header = parse_header(values, path)
         steps, samples, seed = _count(values["steps"]), header.samples, header.seed
-        if samples < 1 or steps * samples > MOST_TERMS:
-            raise ValueError(f"it claims {steps} steps of {samples} directions, and {MOST_TERMS:,} is the most")
-        coefs = _from_planes(_unpacked(coef_part, 4 * steps * samples)).reshape(steps, samples)
-        keeps = _from_planes(_unpacked(keep_part, 4 * steps)).reshape(steps)
+        if samples < 1 or steps * samples > MAX_TERMS:
+            raise ValueError(f"it claims {steps} steps of {samples} directions, and {MAX_TERMS:,} is the most")
+        coefs = _from_byte_planes(_decompress(coef_part, 4 * steps * samples)).reshape(steps, samples)
+        keeps = _from_byte_planes(_decompress(keep_part, 4 * steps)).reshape(steps)
         if np.isinf(coefs).any() or not np.isfinite(keeps).all():
             raise ValueError("a step of it is not finite")
         marks = {int(step): str(digest) for step, digest in values["marks"].items()}
@@ -94,16 +94,16 @@ def import_compact(path: Path) -> Content:
     return Content(path, header, records, marks, len(data), best=best)
 
 
-def _planes(values: np.ndarray[Any, np.dtype[np.float32]]) -> bytes:
-    """Bytes of equal significance side by side, which compress where the values' exponents are alike."""
+def _byte_planes(values: np.ndarray[Any, np.dtype[np.float32]]) -> bytes:
+    """Bytes of equal significance side by side: they compress well where the exponents are similar."""
     return np.ascontiguousarray(values).view(np.uint8).reshape(-1, 4).T.tobytes()
 
 
-def _from_planes(data: bytes) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _from_byte_planes(data: bytes) -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.ascontiguousarray(np.frombuffer(data, np.uint8).reshape(4, -1).T).view("<f4").reshape(-1)
 
 
-def _parts(body: bytes) -> Iterator[bytes]:
+def _split_parts(body: bytes) -> Iterator[bytes]:
     for _ in range(3):
         length = int.from_bytes(body[:8], "little")
         yield body[8 : 8 + length]
@@ -112,8 +112,8 @@ def _parts(body: bytes) -> Iterator[bytes]:
         raise ValueError("there is more in it than a journal")
 
 
-def _unpacked(part: bytes, size: int) -> bytes:
-    """At most `size` bytes: a small file must not become a large one."""
+def _decompress(part: bytes, size: int) -> bytes:
+    """At most `size` bytes: a small file must not expand to a large one."""
     inflate = zlib.decompressobj()
     data = inflate.decompress(part, size + 1)
     if len(data) > size:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, get_args
 
 from mezzo.errors import JournalError
@@ -37,57 +37,25 @@ class Header:
 
     def to_dict(self) -> dict[str, Any]:
         """As the journal stores it."""
-        batch = self.micro_batch
-        return {
-            "config": dict(self.config),
-            "seed": self.seed,
-            "samples": self.samples,
-            "base": self.base,
-            **({"start": dict(self.start)} if self.start else {}),
-            "family": self.family,
-            "classes": self.classes,
-            "tensors": [
-                {"name": t.name, "shape": list(t.shape), "kind": t.kind, "rank": t.rank, "decay": t.decay}
-                for t in self.tensors
-            ],
-            "noise": self.noise,
-            "dtype": self.dtype,
-            "rounding": self.rounding,
-            "unit": {"rows": batch.rows, "members": batch.members, "pad_to": batch.pad_to, "waste": batch.waste},
-            "data": self.data,
-            "engine": dict(self.engine),
-            "task": dict(self.task),
-        }
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "start" or self.start}
+        values["unit"] = asdict(values.pop("micro_batch"))
+        values["tensors"] = [{**asdict(tensor), "shape": list(tensor.shape)} for tensor in self.tensors]
+        return values
 
 
 def parse_header(values: Mapping[str, Any], source: object) -> Header:
     """A header from stored values, which may come from anybody: JournalError where a field is missing or cannot be meant."""
     try:
-        return Header(
-            config=_mapping(values, "config"),
-            seed=_count(values["seed"]),
-            samples=_count(values["samples"]),
-            base=str(values["base"]),
-            start=_mapping(values, "start") if "start" in values else {},
-            family=_choice(values["family"], get_args(Family)),
-            classes=_count(values["classes"], at_most=MAX_CLASSES),
-            tensors=tuple(_tensor(row) for row in values["tensors"]),
-            noise=str(values["noise"]),
-            dtype=str(values["dtype"]),
-            rounding=str(values["rounding"]),
-            micro_batch=_micro_batch(values["unit"]),
-            data=str(values["data"]),
-            engine=_mapping(values, "engine"),
-            task=_mapping(values, "task"),
-        )
+        parsed = {name: parse(values[name]) for name, parse in PARSERS.items()}
+        return Header(**parsed, start=_mapping(values.get("start", {})), micro_batch=_micro_batch(values["unit"]))
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise JournalError(f"{source}: the header lacks what a rebuild needs: {error}") from None
 
 
-def _mapping(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    if not isinstance(values[name], Mapping):
-        raise ValueError(f"{name} is {str(values[name])[:40]!r}, not an object")
-    return dict(values[name])
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{str(value)[:40]!r} is not an object")
+    return dict(value)
 
 
 def _count(value: Any, at_most: int = 2**63 - 1) -> int:
@@ -114,3 +82,13 @@ def _micro_batch(values: Mapping[str, Any]) -> MicroBatch:
     if min(rows, members, pad_to) < 1 or pad_to > MAX_PAD or not 0 <= waste <= 1:
         raise ValueError(f"micro-batches of {dict(values)}")
     return MicroBatch(rows, members, pad_to, waste)
+
+
+PARSERS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("config", "engine", "task"), _mapping),
+    **dict.fromkeys(("seed", "samples"), _count),
+    **dict.fromkeys(("base", "noise", "dtype", "rounding", "data"), str),
+    "family": lambda value: _choice(value, get_args(Family)),
+    "classes": lambda value: _count(value, at_most=MAX_CLASSES),
+    "tensors": lambda rows: tuple(_tensor(row) for row in rows),
+}

@@ -1,7 +1,7 @@
-"""The truth of a run: a header and one checksummed line a step, from which the weights can be rebuilt bit for bit.
+"""The record of a run: a header and one checksummed line per step, from which the weights are rebuilt bit for bit.
 
-Each line is JSON with a CRC that covers its text and, through the header's own digest, the run it belongs to. A line that
-was torn by a crash can only be the last; it is reported, and cut by the next writer. Damage further up is refused.
+Each line is JSON with a CRC over its text, salted with the header so that a line of another run does not fit. A crash can
+only tear the last line; it is reported, and cut by the next writer. Damage further up is refused.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.errors import JournalError, RunFailed
-from mezzo.journal.atomic_files import explained, write_all
+from mezzo.journal.atomic_files import explain_os_errors, write_all
 from mezzo.journal.header import Header, parse_header
 from mezzo.types import StepRecord, Update
 
 FORMAT = 1
 NAME = "journal.jsonl"
-LONGEST_LINE = 16 * 2**20  # a header with thousands of tensor names fits; a hostile endless line does not
+MAX_LINE = 16 * 2**20  # bytes; room for a header with thousands of tensor names
 SYNC_SECONDS = 1.0
 ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 @dataclass(frozen=True)
 class Content:
-    """A journal as read: `torn` bytes at the end did not survive the last crash and are ignored."""
+    """A journal as read; `torn` bytes at its end were damaged by a crash and are ignored."""
 
     path: Path
     header: Header
@@ -51,7 +51,7 @@ class Content:
 
 @dataclass
 class Journal:
-    """The one writer of a run's journal. Holds a lock until closed."""
+    """The only writer of a run's journal; holds a lock until closed."""
 
     path: Path
     content: Content
@@ -59,7 +59,7 @@ class Journal:
     _salt: int
     _size: int
     _synced: float = field(default_factory=time.monotonic)
-    _aside: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "journal"))
+    _background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "journal"))
     _syncing: Future[None] | None = None
 
     @classmethod
@@ -67,7 +67,7 @@ class Journal:
         """Start a journal in a folder that has none."""
         path = folder / NAME
         line = _line({"format": FORMAT, **header.to_dict()}, 0)
-        with explained(path):
+        with explain_os_errors(path):
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 _lock(file, path)
@@ -86,9 +86,9 @@ class Journal:
 
     @classmethod
     def resume(cls, folder: Path) -> Journal:
-        """Take up a journal where it ended; a torn tail is cut."""
+        """Open a journal to append to it; a torn tail is cut."""
         path = _existing(folder)
-        with explained(path):
+        with explain_os_errors(path):
             file = os.open(path, os.O_RDWR)
             try:
                 _lock(file, path)
@@ -105,40 +105,40 @@ class Journal:
         return cls(path, content, file, _salt(header_line), content.size)
 
     def append(self, record: StepRecord) -> None:
-        """Hand one step to the operating system, before anybody sees weights that it moved."""
+        """Write one step, before anything can see the weights that it moved."""
         self._append(_encode(record))
         if time.monotonic() - self._synced >= SYNC_SECONDS:
-            self._sync_aside()
+            self._sync_in_background()
 
     def mark(self, step: int, digest: str) -> None:
-        """Record what the trained tensors' digest is after `step` steps."""
+        """Record the digest of the trained tensors after `step` steps."""
         self._append({"mark": step, "digest": digest})
         self.sync()
 
     def sync(self) -> None:
-        """Wait until all that was appended is on disk."""
-        self._await_aside()
-        with explained(self.path, RunFailed):
+        """Wait until everything appended is on disk."""
+        self._wait_for_background()
+        with explain_os_errors(self.path, RunFailed):
             os.fsync(self._file)
         self._synced = time.monotonic()
 
-    def _sync_aside(self) -> None:
-        """Ask for it without waiting: a step takes milliseconds, a disk may take as many. A failure is told the next time."""
+    def _sync_in_background(self) -> None:
+        """Sync without waiting, because a disk may take as long as a step; an error is raised at the next sync."""
         if self._syncing is not None and not self._syncing.done():
             return
-        self._await_aside()
-        self._syncing = self._aside.submit(os.fsync, self._file)
+        self._wait_for_background()
+        self._syncing = self._background.submit(os.fsync, self._file)
         self._synced = time.monotonic()
 
-    def _await_aside(self) -> None:
+    def _wait_for_background(self) -> None:
         syncing, self._syncing = self._syncing, None
         if syncing is not None:
-            with explained(self.path, RunFailed):
+            with explain_os_errors(self.path, RunFailed):
                 syncing.result()
 
     def close(self) -> None:
         if self._file >= 0:
-            self._aside.shutdown()
+            self._background.shutdown()
             with contextlib.suppress(OSError):
                 os.fsync(self._file)
             os.close(self._file)
@@ -147,10 +147,10 @@ class Journal:
     def _append(self, payload: Mapping[str, Any]) -> None:
         line = _line(payload, self._salt)
         try:
-            with explained(self.path, RunFailed):
+            with explain_os_errors(self.path, RunFailed):
                 write_all(self._file, line)
         except RunFailed:
-            with contextlib.suppress(OSError):  # leave no half line behind if the disk lets us
+            with contextlib.suppress(OSError):  # leave no half-written line, if possible
                 os.ftruncate(self._file, self._size)
                 os.lseek(self._file, self._size, os.SEEK_SET)
             raise
@@ -183,24 +183,24 @@ def read(path: Path) -> Content:
     for number, line in lines:
         payload = _payload(line, salt)
         try:
-            found = None if payload is None else _parsed(payload)
+            entry = None if payload is None else _parse(payload)
         except (KeyError, TypeError, ValueError, OverflowError, AssertionError):
-            found = None
-        if found is None:
+            entry = None
+        if entry is None:
             damaged = damaged or number
             continue
         if damaged is not None:
             raise JournalError(
                 f"{path}: line {damaged} is damaged but later lines are not; restore the file from a copy"
             )
-        if isinstance(found, StepRecord):
-            if found.step != len(records):
+        if isinstance(entry, StepRecord):
+            if entry.step != len(records):
                 raise JournalError(
-                    f"{path}: line {number} is step {found.step}, expected {len(records)}; lines are missing"
+                    f"{path}: line {number} is step {entry.step}, expected {len(records)}; lines are missing"
                 )
-            records.append(found)
+            records.append(entry)
         else:
-            marks[found[0]] = found[1]
+            marks[entry[0]] = entry[1]
         size += len(line)
     return Content(path, header, records, marks, size, torn=path.stat().st_size - size)
 
@@ -213,12 +213,12 @@ def _existing(folder: Path) -> Path:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    with explained(path), path.open("rb") as file:
+    with explain_os_errors(path), path.open("rb") as file:
         number = 0
-        while line := file.readline(LONGEST_LINE):
+        while line := file.readline(MAX_LINE):
             number += 1
-            if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
-                raise JournalError(f"{path}: line {number} is longer than {LONGEST_LINE} bytes; this is not a journal")
+            if len(line) == MAX_LINE and not line.endswith(b"\n"):
+                raise JournalError(f"{path}: line {number} is longer than {MAX_LINE} bytes; this is not a journal")
             yield number, line
 
 
@@ -258,13 +258,13 @@ def _encode(record: StepRecord) -> dict[str, Any]:
     return payload | ({"skipped": record.skipped} if record.skipped else {})
 
 
-def _parsed(payload: dict[str, Any]) -> StepRecord | tuple[int, str]:
+def _parse(payload: dict[str, Any]) -> StepRecord | tuple[int, str]:
     if "mark" in payload:
         return int(payload["mark"]), str(payload["digest"])
     terms = tuple((int(seed), float(coef)) for seed, coef in payload["terms"])
     moves = (float(payload["keep"]), *(coef for _, coef in terms))
     if not all(0 <= seed < 2**64 for seed, _ in terms) or not all(math.isfinite(value) for value in moves):
-        raise ValueError  # no step of ours: it would ruin the weights
+        raise ValueError  # not a valid step: it would ruin the weights
     return StepRecord(
         step=int(payload["step"]),
         losses=tuple(float(loss) for loss in payload["losses"]),

@@ -17,28 +17,49 @@ import math
 import statistics
 import struct
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Literal
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from mezzo.errors import ConfigError, nearest
+
 VERSION = "philox4x64-10/1"
-Kind = Literal["rademacher", "gaussian"]
-KINDS: tuple[Kind, ...] = ("rademacher", "gaussian")
-BITS: dict[str, int] = {"rademacher": 1, "gaussian": 16}
+Kind: TypeAlias = str
+"""The distribution of dense noise: a key of BITS."""
+BITS: dict[Kind, int] = {"rademacher": 1, "gaussian": 16}
 """Bits of the stream that one element takes."""
-
-
-def dense_kind(name: str) -> Kind:
-    """The noise of dense tensors under the option `noise`: low-rank noise is ±1, on matrices as factors."""
-    kinds: dict[str, Kind] = {"rademacher": "rademacher", "gaussian": "gaussian", "lowrank": "rademacher"}
-    return kinds[name]
-
-
+KINDS: tuple[Kind, ...] = tuple(BITS)
 TABLE_SHA256 = "87d2297bd6f503ad"
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint64]
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """A choice of `--noise`: dense noise of a kind, or low-rank noise on matrices and that kind on everything else."""
+
+    kind: Kind
+    low_rank: bool = False
+
+
+NOISES: dict[str, Noise] = {
+    "rademacher": Noise("rademacher"),
+    "gaussian": Noise("gaussian"),
+    "lowrank": Noise("rademacher", low_rank=True),
+}
+
+
+def get_noise(name: str | None) -> Noise:
+    """The noise that `--noise` names; ConfigError where there is none."""
+    if name not in NOISES:
+        raise ConfigError(f"unknown noise {name!r}{nearest(str(name), NOISES)} (noises: {', '.join(NOISES)})")
+    return NOISES[name]
+
 
 _local = threading.local()
 
@@ -93,8 +114,10 @@ def quantiles() -> Floats:
     return table
 
 
-def packed(kind: Kind, seed: int, name: str, start: int, stop: int) -> tuple[npt.NDArray[np.uint8], int]:
+def packed(kind: Kind, seed: int, name: str, start: int, stop: int) -> tuple[Bytes, int]:
     """The stream's bytes that hold elements [start, stop), and the index of `start` within them."""
+    if kind not in BITS:
+        raise ConfigError(f"there is no dense noise {kind!r}{nearest(kind, BITS)} (kinds: {', '.join(BITS)})")
     per_word = 64 // BITS[kind]
     first = start // per_word
     raw = words(seed, name, first, -(-stop // per_word))
@@ -104,11 +127,20 @@ def packed(kind: Kind, seed: int, name: str, start: int, stop: int) -> tuple[npt
 def dense(kind: Kind, seed: int, name: str, start: int, stop: int) -> Floats:
     """z[start:stop] of a tensor's flattened noise."""
     raw, skip = packed(kind, seed, name, start, stop)
-    if kind == "rademacher":
-        bits = np.unpackbits(raw, bitorder="little")[skip : skip + stop - start]
-        return np.float32(1) - np.float32(2) * bits
-    lanes = raw.view("<u2")[skip : skip + stop - start]
-    return quantiles()[lanes >> 4]
+    return _DECODERS[kind](raw, skip, skip + stop - start)
+
+
+def _signs(raw: Bytes, start: int, stop: int) -> Floats:
+    bits = np.unpackbits(raw, bitorder="little")[start:stop]
+    return np.float32(1) - np.float32(2) * bits
+
+
+def _normals(raw: Bytes, start: int, stop: int) -> Floats:
+    return quantiles()[raw.view("<u2")[start:stop] >> 4]
+
+
+_DECODERS: dict[Kind, Callable[[Bytes, int, int], Floats]] = {"rademacher": _signs, "gaussian": _normals}
+"""Packed bytes to elements [start, stop)."""
 
 
 def factors(seed: int, name: str, shape: tuple[int, int], rank: int) -> tuple[Floats, Floats]:

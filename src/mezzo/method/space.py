@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from mezzo.errors import SpaceError, nearest
 from mezzo.types import TensorInfo, TrainedTensor
 
-SPACES = ("full", "matrices", "lora", "prefix", "head")
+DECAYS = ("all", "matrices")
+TIED = "this model's head is tied to its embeddings"
 USUAL_NOISE_RANK = 8
 
 # The query and value projections by the names model families give them, the first set that exists wins.
@@ -29,7 +31,7 @@ QUERY_VALUE = (
 class Space:
     """A request: which tensors (`kind`, narrowed by `only` and `layers`) and how noise looks on their matrices.
 
-    `kind` is one of SPACES or a glob over tensor names. `noise_rank` 0 is dense noise, r > 0 low-rank noise on matrices.
+    `kind` is a key of SPACES or a glob over tensor names. `noise_rank` 0 is dense noise, r > 0 low-rank noise on matrices.
     `tokens` is the length of a prefix.
     """
 
@@ -53,8 +55,13 @@ class Space:
             raise SpaceError(
                 f"ranks must be positive: rank {self.rank}, noise rank {self.noise_rank}, prefix tokens {self.tokens}"
             )
-        if self.decay not in ("all", "matrices"):
+        if self.decay not in DECAYS:
             raise SpaceError(f"decay is 'all' or 'matrices' (skips biases and norms), not {self.decay!r}")
+
+    @property
+    def adapter(self) -> bool:
+        """Whether what is trained is added to the model, whose own weights stay as they are."""
+        return self.kind in ADAPTERS
 
     @property
     def scaling(self) -> float:
@@ -64,15 +71,17 @@ class Space:
 
 def select(space: Space, tensors: Sequence[TensorInfo]) -> tuple[TrainedTensor, ...]:
     """The trained tensors, in the engine's order. Raises SpaceError when the choice is empty."""
-    make = {"lora": _lora, "prefix": _prefix}.get(space.kind, _existing)
-    chosen = make(space, tensors)
+    if space.kind in SPACES:
+        chosen = SPACES[space.kind].select(space, tensors)
+    else:
+        chosen = _existing(space, tensors, lambda t: fnmatch.fnmatchcase(t.name, space.kind))
     if space.only:
-        kept = tuple(t for t in chosen if any(fnmatch.fnmatchcase(t.name, pattern) for pattern in space.only))
-        if not kept:
+        matching = tuple(t for t in chosen if any(fnmatch.fnmatchcase(t.name, pattern) for pattern in space.only))
+        if not matching:
             raise SpaceError(
                 f"no tensor of space {space.kind!r} matches {_shown(space.only)}; it has {_sample(chosen)}"
             )
-        chosen = kept
+        chosen = matching
     _refuse_noise_rank(space, chosen)
     return chosen
 
@@ -88,14 +97,18 @@ def prefix_names(attention: str) -> tuple[str, str]:
     return f"{attention}.prefix_key", f"{attention}.prefix_value"
 
 
-def _existing(space: Space, tensors: Sequence[TensorInfo]) -> tuple[TrainedTensor, ...]:
-    wanted = [t for t in tensors if _wanted(space.kind, t)]
-    if not wanted:
-        hint = "this model's head is tied to its embeddings" if space.kind == "head" else f"it has {_sample(tensors)}"
-        raise SpaceError(f"space {space.kind!r} selects no tensor of this model; {hint}")
-    wanted = _in_layers(space.layers, wanted)
+def _existing(
+    space: Space, tensors: Sequence[TensorInfo], matches: Callable[[TensorInfo], bool], hint: str = ""
+) -> tuple[TrainedTensor, ...]:
+    """Tensors of the model itself."""
+    selected = [t for t in tensors if matches(t)]
+    if not selected:
+        raise SpaceError(
+            f"space {space.kind!r} selects no tensor of this model; {hint or f'it has {_sample(tensors)}'}"
+        )
     return tuple(
-        TrainedTensor(t.name, t.shape, t.kind, rank=_noise_rank(space, t), decay=_decays(space, t.kind)) for t in wanted
+        TrainedTensor(t.name, t.shape, t.kind, rank=_noise_rank(space, t), decay=_decays(space, t.kind))
+        for t in _in_layers(space.layers, selected)
     )
 
 
@@ -124,6 +137,25 @@ def _prefix(space: Space, tensors: Sequence[TensorInfo]) -> tuple[TrainedTensor,
     return tuple(TrainedTensor(t.name, (t.shape[0], space.tokens, t.shape[1]), "prefix") for t in chosen)
 
 
+@dataclass(frozen=True, slots=True)
+class SpaceKind:
+    """A space that has a name."""
+
+    select: Callable[[Space, Sequence[TensorInfo]], tuple[TrainedTensor, ...]]
+    adapter: bool = False
+    """It adds tensors to a frozen model, which may be quantized. They have small dimensions, so that their noise is dense."""
+
+
+SPACES: dict[str, SpaceKind] = {
+    "full": SpaceKind(partial(_existing, matches=lambda t: True)),
+    "matrices": SpaceKind(partial(_existing, matches=lambda t: t.kind == "matrix")),
+    "lora": SpaceKind(_lora, adapter=True),
+    "prefix": SpaceKind(_prefix, adapter=True),
+    "head": SpaceKind(partial(_existing, matches=lambda t: t.kind == "head", hint=TIED)),
+}
+ADAPTERS = tuple(name for name, kind in SPACES.items() if kind.adapter)
+
+
 def _default_targets(linear: Iterable[str]) -> tuple[str, ...]:
     leaves = {module.rsplit(".", 1)[-1] for module in linear}
     for names in QUERY_VALUE:
@@ -141,17 +173,6 @@ def _targets_match(module: str, targets: Iterable[str]) -> bool:
         or (_is_pattern(target) and fnmatch.fnmatchcase(module, target))
         for target in targets
     )
-
-
-def _wanted(kind: str, tensor: TensorInfo) -> bool:
-    match kind:
-        case "full":
-            return True
-        case "matrices":
-            return tensor.kind == "matrix"
-        case "head":
-            return tensor.kind == "head"
-    return fnmatch.fnmatchcase(tensor.name, kind)
 
 
 def _in_layers(layers: str, tensors: list[TensorInfo]) -> list[TensorInfo]:

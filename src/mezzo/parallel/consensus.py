@@ -1,4 +1,4 @@
-"""Can an answer be true, and do workers agree? Pure functions over what came back."""
+"""Do workers agree? Pure functions over their values."""
 
 from __future__ import annotations
 
@@ -7,36 +7,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mezzo.engines.microbatch import EngineCall, candidate_count
-from mezzo.types import Batch
-
-Name = TypeVar("Name")
+WorkerId = TypeVar("WorkerId")
 TOLERANCE = 1e-3
-"""Largest difference of one unit's scores between two workers, relative to their size; equal machines differ by nothing."""
+"""Largest difference between two workers' scores of one unit, relative to their size; identical machines do not differ."""
 
 
-def well_formed(found: Any, piece: EngineCall) -> bool:
-    """Whether this is an array of scores for that piece at all."""
-    return (
-        isinstance(found, np.ndarray)
-        and found.dtype == np.float32
-        and found.shape == (len(piece.probes), len(piece.batch), candidate_count(piece.batch))
-    )
-
-
-def are_numbers(found: np.ndarray[Any, Any], batch: Batch) -> bool:
-    """Finite wherever an example has a candidate; where it has none, minus infinity stands."""
-    if np.isfinite(found).all():
-        return True
-    if batch.readout.kind != "candidates":
-        return False
-    counts = np.array([len(prompt.candidates) for prompt in batch.prompts])
-    real = np.arange(found.shape[2])[None, :] < counts[:, None]
-    return bool(np.isfinite(found[:, real]).all())
-
-
-def alike(a: Any, b: Any) -> bool:
-    """Whether two workers computed the same: bit for bit on equal machines, and closely on others."""
+def scores_agree(a: Any, b: Any) -> bool:
+    """Whether two workers computed the same scores, up to the tolerance that different machines need."""
     if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)) or (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     finite = np.isfinite(a)
@@ -46,10 +23,10 @@ def alike(a: Any, b: Any) -> bool:
     return bool(np.abs(a[finite] - b[finite]).max(initial=0.0) <= TOLERANCE * scale)
 
 
-def dissenters(answers: Mapping[Name, Any], same: Callable[[Any, Any], bool]) -> list[Name]:
-    """Those who differ from the majority; everyone where there is none, for then nobody can be believed."""
-    for candidate in answers.values():
-        differ = [name for name, answer in answers.items() if not same(answer, candidate)]
-        if 2 * len(differ) < len(answers):
-            return differ
-    return list(answers)
+def find_outliers(values: Mapping[WorkerId, Any], agree: Callable[[Any, Any], bool]) -> list[WorkerId]:
+    """Workers whose value differs from the majority's; all workers if there is no majority."""
+    for candidate in values.values():
+        outliers = [worker for worker, value in values.items() if not agree(value, candidate)]
+        if 2 * len(outliers) < len(values):
+            return outliers
+    return list(values)

@@ -1,9 +1,10 @@
-"""What engines made of workers share: units out, scores together, and the check that all are still the same."""
+"""What engines made of workers share: units go out, scores come back, and workers are checked for divergence."""
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,108 +12,151 @@ import numpy.typing as npt
 
 from mezzo.engines.microbatch import EngineCall, WorkUnit, candidate_count, group_calls, split_into_units
 from mezzo.errors import RunFailed
-from mezzo.parallel.consensus import alike, dissenters
-from mezzo.parallel.messages import Facts
-from mezzo.parallel.stats import Cost
+from mezzo.parallel.consensus import find_outliers, scores_agree
+from mezzo.parallel.messages import RequestKind, WorkerFacts
+from mezzo.parallel.results import UnitResults
+from mezzo.parallel.stats import WorkStats
+from mezzo.parallel.update_log import UpdateLog
 from mezzo.types import Batch, MicroBatch, Probe, Scores, Update
 
-ROUNDS = 4
+MAX_REBUILD_ROUNDS = 4
 """Times that disagreeing workers are rebuilt before the run gives up."""
-LOOKED_AT = 16
-"""Examples that the check before step 1 is shown."""
+CHECK_EXAMPLES = 16
+"""Examples that the check before step 1 uses."""
+
+MakeCalls = Callable[[Sequence[WorkUnit]], list[EngineCall]]
 
 
 class WorkersEngine(ABC):
-    """The engine contract for a driver that holds no weights. `log` is the journal's updates: where all workers must be."""
+    """The engine contract for a driver that holds no weights."""
 
     pipeline = None
 
-    def __init__(self, facts: Facts, cost: Cost, log: list[Update], check_every: int) -> None:
+    def __init__(self, facts: WorkerFacts, stats: WorkStats, log: UpdateLog, check_every: int) -> None:
         self.micro_batch: MicroBatch = facts.micro_batch
         self.trained, self.base_digest = facts.trained, facts.base_digest
-        self.facts, self.cost, self.log, self.check_every = facts, cost, log, check_every
-        self._checked = 0
+        self.facts, self.stats, self.log, self.check_every = facts, stats, log, check_every
+        self._last_checked = 0
 
     # ---- how workers are reached
 
+    @property
     @abstractmethod
-    def answers(self, question: str, batch: Batch, probes: Sequence[Probe], *extra: Any) -> dict[WorkUnit, Any]:
-        """What was found for every unit of a batch, each answer one that can be true."""
+    def worker_count(self) -> int:
+        """Workers that the run should have."""
 
+    @property
     @abstractmethod
-    def all(self, question: str, *values: Any) -> dict[Any, Any]:
-        """The answers of all workers that can answer now, by worker."""
-
-    @abstractmethod
-    def one(self, question: str, *values: Any) -> Any:
-        """The answer of any worker."""
+    def ready_count(self) -> int:
+        """Workers whose engine is loaded."""
 
     @abstractmethod
-    def rebuild(self, worker: Any, why: str) -> None:
-        """Let a worker begin again from the base model and the journal."""
+    def compute_units(self, results: UnitResults[Any], make_calls: MakeCalls, options: tuple[Any, ...]) -> None:
+        """Have workers compute units until none is pending."""
 
-    def pieces(self, batch: Batch, probes: Sequence[Probe], works: Sequence[WorkUnit]) -> list[EngineCall]:
-        return group_calls(batch, probes, works, self.facts.joins_units)
+    @abstractmethod
+    def request_all(self, kind: RequestKind, *arguments: Any) -> dict[Any, Any]:
+        """The values of all workers that can answer now, by worker."""
 
-    # ---- the contract
+    @abstractmethod
+    def request_any(self, kind: RequestKind, *arguments: Any) -> Any:
+        """The value of any one worker."""
+
+    @abstractmethod
+    def rebuild_worker(self, worker: Any, reason: str) -> None:
+        """Restart a worker from the base model and the journal."""
+
+    @abstractmethod
+    def catch_up(self) -> None:
+        """Have workers replay what the log holds."""
+
+    # ---- the engine contract
 
     def score(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
         self._check_if_due(batch, probes)
         out = np.full((len(probes), len(batch), candidate_count(batch)), -np.inf, dtype=np.float32)
-        for work, scores in self.answers("score", batch, probes).items():
-            out[work.first : work.last, list(work.places), : scores.shape[2]] = scores
+        for unit, scores in self._compute("score", batch, probes).items():
+            out[unit.probe_start : unit.probe_stop, list(unit.example_indices), : scores.shape[2]] = scores
         return out
 
     def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[tuple[int, ...]]]:
         out: list[list[tuple[int, ...]]] = [[()] * len(batch) for _ in probes]
-        for work, found in self.answers("generate", batch, probes, max_new_tokens).items():
-            for probe, texts in zip(range(work.first, work.last), found, strict=True):
-                for place, text in zip(work.places, texts, strict=True):
-                    out[probe][place] = text
+        for unit, value in self._compute("generate", batch, probes, max_new_tokens).items():
+            for probe, texts in zip(range(unit.probe_start, unit.probe_stop), value, strict=True):
+                for index, text in zip(unit.example_indices, texts, strict=True):
+                    out[probe][index] = text
         return out
 
     def apply(self, updates: Sequence[Update]) -> None:
-        """Every worker applies them before it answers again: they travel with its next order."""
-        self.log.extend(updates)
+        """Record the updates; each worker receives them with its next request and applies them first."""
+        self.log.updates.extend(updates)
 
     def check(self, batch: Batch, eps: float) -> None:
-        self.one("check", Batch(batch.prompts[:LOOKED_AT], batch.readout), eps)
+        self.request_any("check", Batch(batch.prompts[:CHECK_EXAMPLES], batch.readout), eps)
 
     def digest(self) -> str:
-        """The digest that the workers agree on; one that differs is rebuilt first."""
-        agreed: str = self._agreed("weights", lambda a, b: a == b, "digest")
-        return agreed
+        """The digest that the workers agree on; a worker that differs is rebuilt first."""
+        digest: str = self._agreed_value("weights", lambda a, b: a == b, "digest")
+        return digest
 
     def state(self) -> dict[str, npt.NDArray[np.generic]]:
-        tensors: dict[str, npt.NDArray[np.generic]] = self.one("state")
+        tensors: dict[str, npt.NDArray[np.generic]] = self.request_any("state")
         return tensors
 
     def load_state(self, tensors: Mapping[str, npt.NDArray[np.generic]]) -> None:
         raise RunFailed("weights are not sent to workers: they are brought to a position of the journal")
 
-    def step_cost(self) -> dict[str, Any]:
-        return self.cost.step_line()
+    def describe(self) -> dict[str, Any]:
+        return {**self.facts.description, "workers": self.worker_count}
+
+    def replay_journal(self, updates: Sequence[Update], marks: Mapping[int, str], snapshot_folder: str | None) -> None:
+        self.log.replace(updates, marks, snapshot_folder)
+        self.catch_up()
+
+    def step_stats(self) -> dict[str, Any]:
+        return self.stats.take_step()
+
+    def run_stats(self) -> dict[str, Any]:
+        return self.stats.summary(self.worker_count)
+
+    def _compute(self, kind: RequestKind, batch: Batch, probes: Sequence[Probe], *options: Any) -> dict[WorkUnit, Any]:
+        """The checked value of every unit of a batch."""
+        self.stats.start_request(is_training=any(probe.terms for probe in probes))
+        units = split_into_units(batch, len(probes), self.micro_batch)
+        results = UnitResults[Any](kind, units, self.stats)
+        make_calls = functools.partial(self._make_calls, batch, probes)
+        self.compute_units(results, make_calls, (self.micro_batch, *options))
+        self.stats.finish_request(self.ready_count)
+        return results.values
+
+    def _make_calls(self, batch: Batch, probes: Sequence[Probe], units: Sequence[WorkUnit]) -> list[EngineCall]:
+        return group_calls(batch, probes, units, self.facts.merges_units)
 
     # ---- divergence
 
     def _check_if_due(self, batch: Batch, probes: Sequence[Probe]) -> None:
-        """Every so many steps: have all the same weights, and do they compute the same?"""
-        if not self.check_every or len(self.log) - self._checked < self.check_every:
+        """Every `check_every` steps, compare all workers' weights and their scores of one unit."""
+        if not self.check_every or len(self.log) - self._last_checked < self.check_every:
             return
-        self._checked = len(self.log)
+        self._last_checked = len(self.log)
         self.digest()
-        first = self.pieces(batch, probes, split_into_units(batch, len(probes), self.micro_batch)[:1])
-        self._agreed("scores", alike, "score", first, self.micro_batch)
+        first_unit = split_into_units(batch, len(probes), self.micro_batch)[:1]
+        calls = self._make_calls(batch, probes, first_unit)
+        self._agreed_value("scores", _same_scores, "score", calls, self.micro_batch)
 
-    def _agreed(self, what: str, same: Any, question: str, *values: Any) -> Any:
-        for _ in range(ROUNDS):
-            found = self.all(question, *values)
-            if question == "score":
-                found = {who: value[0] if isinstance(value, list) and value else None for who, value in found.items()}
-            wrong = dissenters(found, same)
-            for worker in wrong:
-                self.cost.rebuilt += 1
-                self.rebuild(worker, f"its {what} differed from the others'")
-            if len(wrong) < len(found):
-                return next(value for who, value in found.items() if who not in wrong)
+    def _agreed_value(self, what: str, agree: Callable[[Any, Any], bool], kind: RequestKind, *arguments: Any) -> Any:
+        """The value that most workers return; those that differ are rebuilt, all of them if there is no majority."""
+        for _ in range(MAX_REBUILD_ROUNDS):
+            values = self.request_all(kind, *arguments)
+            outliers = find_outliers(values, agree)
+            for worker in outliers:
+                self.stats.rebuilt += 1
+                self.rebuild_worker(worker, f"its {what} differed from the others'")
+            if len(outliers) < len(values):
+                return next(value for worker, value in values.items() if worker not in outliers)
         raise RunFailed(f"the workers' {what} keep differing; the journal holds the run: continue with --resume")
+
+
+def _same_scores(a: Any, b: Any) -> bool:
+    """Compare what two workers returned for the same single engine call."""
+    return all(isinstance(values, list) and values for values in (a, b)) and scores_agree(a[0], b[0])

@@ -1,83 +1,99 @@
-"""What travels between a driver and its workers. Everything is a value; weights never are, except for a snapshot."""
+"""What travels between a driver and its workers. Only a reply that holds a snapshot carries weights."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from mezzo import errors
 from mezzo.engines.base import EngineSpec
+from mezzo.engines.registry import EngineInfo
+from mezzo.errors import MezzoError, RunFailed
 from mezzo.types import MicroBatch, TrainedTensor, Update
+
+RequestKind = Literal["score", "generate", "check", "digest", "state", "catch_up"]
+"""A method of the engine, or `catch_up`: replay the updates and no more."""
+UNIT_WORK: tuple[RequestKind, ...] = ("score", "generate")
+"""Requests whose arguments are engine calls, the micro-batch and further options."""
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
-    """How a worker starts: which engine, made of what. `number` tells workers of one machine apart."""
+class WorkerSpec:
+    """How a worker starts its engine. `number` tells the workers of one machine apart."""
 
-    factory: str
-    spec: EngineSpec
+    engine: EngineInfo
+    """`module:function` that opens the engine."""
+    engine_spec: EngineSpec
     number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What a worker says of itself once its engine is up."""
+class WorkerFacts:
+    """What a worker reports about itself once its engine is loaded."""
 
     micro_batch: MicroBatch
     trained: tuple[TrainedTensor, ...]
     base_digest: str
-    describe: Mapping[str, Any]
-    joins_units: bool
+    description: Mapping[str, Any]
+    merges_units: bool
     pid: int
+
+    def has_same_base(self, other: WorkerFacts) -> bool:
+        return (self.base_digest, self.trained) == (other.base_digest, other.trained)
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
-    """The way to a position of the journal: its updates from step `start` on.
+class ReplayRange:
+    """The journal's updates from step `start` on, which a worker applies before it answers.
 
-    A way from the start may be shortened by a snapshot whose digest the journal has marked, where the folder can be read.
+    From step 0, a worker that can read the snapshot folder may start from a snapshot whose digest the journal has marked.
     """
 
     start: int = 0
     updates: tuple[Update, ...] = ()
     marks: Mapping[int, str] = field(default_factory=dict)
-    snapshots: str | None = None
+    snapshot_folder: str | None = None
 
     @property
-    def end(self) -> int:
+    def stop(self) -> int:
         return self.start + len(self.updates)
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """Go there, then answer this."""
+class Request:
+    """Replay these updates, then compute this."""
 
-    route: Route
-    question: str
-    values: tuple[Any, ...] = ()
+    replay: ReplayRange
+    kind: RequestKind
+    arguments: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Reply:
     value: Any
     seconds: float
-    """What answering took the worker; the rest of the driver's wait is the way and the queue."""
+    """Time the worker spent on it; the rest of the driver's wait is transfer and queueing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """Why there is no answer. `kind` is the name of one of mezzo's errors."""
+class Failure:
+    """Why there is no reply. `error` is the name of one of mezzo's errors."""
 
-    kind: str
-    text: str
+    error: str
+    message: str
     fatal: bool = False
-    """The worker ends itself: its process cannot be trusted any more."""
+    """The worker's state is unknown: it must not be used again."""
+
+    def to_exception(self) -> MezzoError:
+        exception: MezzoError = getattr(errors, self.error, RunFailed)(self.message)
+        return exception
 
 
-def packed(value: Any) -> bytes:
-    return pickle.dumps(value, protocol=5)
+def serialize(message: Any) -> bytes:
+    return pickle.dumps(message, protocol=5)
 
 
-def unpacked(data: bytes) -> Any:
+def deserialize(data: bytes) -> Any:
     return pickle.loads(data)

@@ -1,213 +1,174 @@
-"""One shift: units of work handed out, late ones handed out again, doubtful answers asked for twice, until all are in."""
+"""Hands work units to idle workers, and late or doubtful ones to another worker, until all are done."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+from mezzo.engines.microbatch import EngineCall, WorkUnit
+from mezzo.parallel.engine import MakeCalls
+from mezzo.parallel.messages import Failure, Reply
+from mezzo.parallel.results import MalformedReply, UnitResults
+from mezzo.parallel.supervisor import Supervisor, WorkerHandle
 
-from mezzo.engines.microbatch import EngineCall, WorkUnit, candidate_count
-from mezzo.parallel.consensus import are_numbers, well_formed
-from mezzo.parallel.messages import Answer, Failed
-from mezzo.parallel.stats import Cost
-from mezzo.parallel.supervisor import Crew, Member, error_of
-from mezzo.types import Batch
-
-LATE, LATE_SECONDS = 2.0, 0.25
-"""A unit is offered to others after this many times its expected time, and not before these seconds. Only those take it who
-have nothing else to do: what waits in the queue comes first."""
-LOST, LOST_SECONDS = 40.0, 60.0
-"""And its worker is ended after these, unless --worker-timeout says otherwise."""
-FIRST_SECONDS = 600.0
-"""The limit while nothing has been measured."""
-OPINIONS = 3
-"""Answers that are no numbers, after which one is believed although no two agree."""
+LATE_FACTOR, MIN_LATE_SECONDS = 2.0, 0.25
+"""A unit is offered to others after this multiple of its expected time, at least these seconds. Only workers with nothing else
+to do take it: units that wait in the queue come first."""
+TIMEOUT_FACTOR, MIN_TIMEOUT = 40.0, 60.0
+"""Its worker is replaced after these, unless --worker-timeout is set."""
+FIRST_TIMEOUT = 600.0
+"""The timeout while nothing has been measured."""
 
 
-class Pace:
-    """How long a token takes: the median over recent answers, so that one slow worker does not set the measure."""
+class Throughput:
+    """Seconds per token: the median over recent replies, so that one slow worker does not distort it."""
 
     def __init__(self, timeout: float | None) -> None:
         self.timeout = timeout
-        self._seen: deque[float] = deque(maxlen=64)
+        self._seconds_per_token: deque[float] = deque(maxlen=64)
 
-    def saw(self, seconds: float, cost: int) -> None:
-        self._seen.append(seconds / max(1, cost))
+    def record(self, seconds: float, tokens: int) -> None:
+        self._seconds_per_token.append(seconds / max(1, tokens))
 
-    def expected(self, cost: int) -> float | None:
-        return statistics.median(self._seen) * cost if self._seen else None
+    def expected_seconds(self, tokens: int) -> float | None:
+        return statistics.median(self._seconds_per_token) * tokens if self._seconds_per_token else None
 
-    def late(self, cost: int) -> float:
-        expected = self.expected(cost)
-        return self.limit(cost) if expected is None else max(LATE_SECONDS, LATE * expected)
+    def late_after(self, tokens: int) -> float:
+        expected = self.expected_seconds(tokens)
+        return self.timeout_for(tokens) if expected is None else max(MIN_LATE_SECONDS, LATE_FACTOR * expected)
 
-    def limit(self, cost: int) -> float:
+    def timeout_for(self, tokens: int) -> float:
         if self.timeout is not None:
             return self.timeout
-        expected = self.expected(cost)
-        return FIRST_SECONDS if expected is None else max(LOST_SECONDS, LOST * expected)
+        expected = self.expected_seconds(tokens)
+        return FIRST_TIMEOUT if expected is None else max(MIN_TIMEOUT, TIMEOUT_FACTOR * expected)
 
 
 @dataclass(eq=False)
-class Job:
-    """What one member was given: some units, as the pieces its engine computes."""
+class Assignment:
+    """The units that one worker was given, as engine calls."""
 
-    works: frozenset[WorkUnit]
-    pieces: list[EngineCall]
-    cost: int
-    late: float
-    offered: bool = False
-
-
-@dataclass
-class Doubt:
-    """Answers to one unit that are no numbers, by who gave them."""
-
-    answers: list[tuple[Member, np.ndarray[Any, Any]]] = field(default_factory=list)
+    units: frozenset[WorkUnit]
+    calls: list[EngineCall]
+    tokens: int
+    late_after: float
+    is_late: bool = False
+    """Its units have been offered to other workers."""
 
 
-class Shift:
-    """Gets every unit of one question done by whoever is there."""
+class Scheduler:
+    """Has every unit of one request computed by the workers there are."""
 
     def __init__(
         self,
-        crew: Crew,
-        pace: Pace,
-        cost: Cost,
-        question: str,
-        works: Sequence[WorkUnit],
-        cut: Callable[[Sequence[WorkUnit]], list[EngineCall]],
-        extra: tuple[Any, ...],
+        supervisor: Supervisor,
+        throughput: Throughput,
+        results: UnitResults[WorkerHandle],
+        make_calls: MakeCalls,
+        options: tuple[Any, ...],
     ) -> None:
-        self.crew, self.pace, self.cost = crew, pace, cost
-        self.question, self.cut, self.extra = question, cut, extra
-        self.order = {work: place for place, work in enumerate(works)}
-        self.open = set(works)
-        # The longest first: what is left for the end is short.
-        self.waiting = deque(reversed(works))
-        self.queued = set(works)
-        self.given: dict[Member, Job] = {}
-        self.found: dict[WorkUnit, Any] = {}
-        self.doubts: dict[WorkUnit, Doubt] = {}
+        self.supervisor, self.throughput = supervisor, throughput
+        self.results, self.make_calls, self.options = results, make_calls, options
+        self.unit_order = {unit: index for index, unit in enumerate(results.units)}
+        # The longest first, so that the last ones are short.
+        self.queue = deque(reversed(results.units))
+        self.queued = set(results.units)
+        self.assignments: dict[WorkerHandle, Assignment] = {}
         self.failures: dict[WorkUnit, int] = {}
 
-    def run(self) -> dict[WorkUnit, Any]:
-        """What was found, unit by unit."""
-        while self.open:
-            self.crew.staff()
-            self._hand_out()
-            for member, _, job, reply in self.crew.replies(self._patience()):
-                if self.given.get(member) is job and isinstance(job, Job):
-                    del self.given[member]
-                    self._received(member, job, reply)
-                    self._take_back(job)
-            self._recover()
-        return self.found
+    def run(self) -> None:
+        while self.results.pending:
+            self.supervisor.start_or_stop_workers()
+            self._assign_units()
+            for worker, tag, reply in self.supervisor.receive_replies(self._seconds_until_late()):
+                assignment = self.assignments.get(worker)
+                if assignment is not None and assignment is tag:
+                    del self.assignments[worker]
+                    self._handle_reply(worker, assignment, reply)
+                    self._requeue_pending(assignment)
+            self._recover_assignments()
 
-    # ---- out
+    # ---- assigning
 
-    def _hand_out(self) -> None:
-        shares = 2 * max(1, len(self.crew.up()))
-        for member in self.crew.free:
-            if not self.waiting:
+    def _assign_units(self) -> None:
+        share_count = 2 * max(1, len(self.supervisor.ready_workers))
+        for worker in self.supervisor.idle_workers:
+            if not self.queue:
                 return
-            if works := self._next(member, max(1, len(self.waiting) // shares)):
-                pieces = self.cut(works)
-                cost = sum(piece.cost for piece in pieces)
-                job = self.given[member] = Job(frozenset(works), pieces, cost, self.pace.late(cost))
-                self.crew.order(member, self.question, (pieces, *self.extra), self.pace.limit(cost), job)
+            if units := self._take_units(worker, max(1, len(self.queue) // share_count)):
+                calls = self.make_calls(units)
+                tokens = sum(call.token_count for call in calls)
+                assignment = Assignment(frozenset(units), calls, tokens, self.throughput.late_after(tokens))
+                self.assignments[worker] = assignment
+                timeout = self.throughput.timeout_for(tokens)
+                self.supervisor.send_request(worker, self.results.kind, (calls, *self.options), timeout, assignment)
 
-    def _next(self, member: Member, size: int) -> list[WorkUnit]:
-        """Units for a member, as whole as they were cut: in their order."""
-        chosen: list[WorkUnit] = []
-        aside: list[WorkUnit] = []
-        while self.waiting and len(chosen) < size:
-            work = self.waiting.popleft()
-            if work in self.open:
-                (aside if self._answered_by(member, work) else chosen).append(work)
-        self.waiting.extendleft(aside)
-        self.queued.difference_update(chosen)
-        return sorted(chosen, key=self.order.__getitem__)
+    def _take_units(self, worker: WorkerHandle, size: int) -> list[WorkUnit]:
+        """Take units for a worker off the queue, in the order in which the batch was split."""
+        taken: list[WorkUnit] = []
+        skipped: list[WorkUnit] = []
+        while self.queue and len(taken) < size:
+            unit = self.queue.popleft()
+            if unit in self.results.pending:
+                (skipped if self._needs_other_worker(unit, worker) else taken).append(unit)
+        self.queue.extendleft(skipped)
+        self.queued.difference_update(taken)
+        return sorted(taken, key=self.unit_order.__getitem__)
 
-    def _answered_by(self, member: Member, work: WorkUnit) -> bool:
-        """A doubtful unit goes to somebody else, as long as there is somebody else."""
-        given = [who for who, _ in self.doubts[work].answers] if work in self.doubts else []
-        return member in given and any(other not in given for other in self.crew.members)
+    def _needs_other_worker(self, unit: WorkUnit, worker: WorkerHandle) -> bool:
+        """Whether this worker has returned non-finite scores for the unit and there is one that has not."""
+        doubted = self.results.doubted_workers(unit)
+        return worker in doubted and any(other not in doubted for other in self.supervisor.workers)
 
-    def _patience(self) -> float:
-        """Until the next unit is late."""
-        due = [m.since + (m.limit if job.offered else job.late) for m, job in self.given.items()]
+    def _requeue_pending(self, assignment: Assignment) -> None:
+        units = sorted((self.results.pending & assignment.units) - self.queued, key=self.unit_order.__getitem__)
+        self.queue.extend(units)
+        self.queued.update(units)
+
+    # ---- waiting
+
+    def _seconds_until_late(self) -> float:
+        due = [w.sent_at + (w.timeout if a.is_late else a.late_after) for w, a in self.assignments.items()]
         return max(0.001, min([0.5, *(moment - time.monotonic() for moment in due)]))
 
-    def _recover(self) -> None:
-        """Offer what is late again, end who is silent, and take back what they had."""
+    def _recover_assignments(self) -> None:
+        """Requeue the units of workers that are late or lost."""
         now = time.monotonic()
-        self.crew.overdue()
-        for member, job in list(self.given.items()):
-            if member.job is not job:  # the member is gone
-                del self.given[member]
-                self._take_back(job)
-            elif not job.offered and now - member.since > job.late:
-                job.offered = True
-                self.cost.late += len(job.works)
-                self._take_back(job)
+        self.supervisor.replace_overdue_workers()
+        for worker, assignment in list(self.assignments.items()):
+            if worker.tag is not assignment:  # the worker is lost
+                del self.assignments[worker]
+                self._requeue_pending(assignment)
+            elif not assignment.is_late and now - worker.sent_at > assignment.late_after:
+                assignment.is_late = True
+                self.results.stats.late_units += len(assignment.units)
+                self._requeue_pending(assignment)
 
-    def _take_back(self, job: Job) -> None:
-        back = sorted((self.open & job.works) - self.queued, key=self.order.__getitem__)
-        self.waiting.extend(back)
-        self.queued.update(back)
+    # ---- replies
 
-    # ---- in
-
-    def _received(self, member: Member, job: Job, reply: Answer | Failed) -> None:
-        if isinstance(reply, Failed):
-            self._failed(job, reply)
+    def _handle_reply(self, worker: WorkerHandle, assignment: Assignment, reply: Reply | Failure) -> None:
+        if isinstance(reply, Failure):
+            self._count_failure(assignment, reply)
             return
-        self.cost.worked(reply.seconds)
-        values = reply.value
-        if not isinstance(values, list) or len(values) != len(job.pieces):
-            self.crew.lose(member, "sent what is no answer")
-        elif self.question == "score" and not all(map(well_formed, values, job.pieces)):
-            self.crew.lose(member, "sent scores of a wrong shape")
-        else:
-            self.pace.saw(reply.seconds, job.cost)
-            for piece, value in zip(job.pieces, values, strict=True):
-                for work, batch, rows in piece.parts():
-                    if work in self.open:
-                        self._judge(member, work, batch, value, rows)
-
-    def _judge(self, member: Member, work: WorkUnit, batch: Batch, value: Any, rows: slice) -> None:
-        if self.question != "score":
-            self._accept(work, [texts[rows] for texts in value])
+        self.results.stats.add_busy_time(reply.seconds)
+        pending_before = len(self.results.pending)
+        try:
+            faulty = self.results.add(worker, assignment.calls, reply.value)
+        except MalformedReply as error:
+            self.supervisor.replace_worker(worker, str(error))
             return
-        scores = value[:, rows, : candidate_count(batch)]
-        if are_numbers(scores, batch):
-            self._accept(work, scores)
-            for other, _ in self.doubts.get(work, Doubt()).answers:
-                if other is not member:
-                    self.crew.lose(other, "returned no numbers where another worker found some")
-            return
-        doubt = self.doubts.setdefault(work, Doubt())
-        genuine = any(np.array_equal(scores, earlier, equal_nan=True) for _, earlier in doubt.answers)
-        doubt.answers.append((member, scores))
-        if genuine or len(doubt.answers) >= OPINIONS:
-            self._accept(work, scores)
-        else:
-            self.cost.recomputed += 1  # it goes back into the queue
+        self.throughput.record(reply.seconds, assignment.tokens)
+        if len(self.results.pending) < pending_before:
+            self.supervisor.reset_losses()
+        for other in faulty:
+            self.supervisor.replace_worker(other, "returned non-finite scores where another worker's were finite")
 
-    def _accept(self, work: WorkUnit, value: Any) -> None:
-        self.crew.proven()
-        self.open.discard(work)
-        self.found[work] = value
-
-    def _failed(self, job: Job, reply: Failed) -> None:
-        """One worker's failure may be its own; the same from a second try is the run's."""
-        for work in self.open & job.works:
-            self.failures[work] = self.failures.get(work, 0) + 1
-            if self.failures[work] > 1:
-                raise error_of(reply)
+    def _count_failure(self, assignment: Assignment, failure: Failure) -> None:
+        """End the run when a unit fails for the second time: one failure may be the worker's own."""
+        for unit in self.results.pending & assignment.units:
+            self.failures[unit] = self.failures.get(unit, 0) + 1
+            if self.failures[unit] > 1:
+                raise failure.to_exception()

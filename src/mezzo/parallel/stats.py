@@ -1,4 +1,4 @@
-"""What working in parallel costs: bytes that travelled, time that workers did not compute, workers that were lost."""
+"""What parallel work takes: bytes transferred, time that workers were idle, workers lost."""
 
 from __future__ import annotations
 
@@ -8,73 +8,73 @@ from typing import Any
 
 
 @dataclass
-class Cost:
-    """Counters of a run, and of the step since `step_line` was last asked."""
+class WorkStats:
+    """Counters of a run, and of the step since `take_step` was last called."""
 
-    bytes: int = 0
-    """Orders and answers of training steps."""
+    training_bytes: int = 0
+    """Requests and replies of training steps."""
     other_bytes: int = 0
-    """Of everything else: starting workers, evaluation, snapshots."""
+    """Everything else: starting workers, evaluation, snapshots."""
     steps: int = 0
-    busy: float = 0.0
-    span: float = 0.0
+    busy_seconds: float = 0.0
+    available_seconds: float = 0.0
+    """Wall time multiplied by the number of workers."""
     lost: int = 0
     rebuilt: int = 0
-    recomputed: int = 0
-    late: int = 0
-    training: bool = False
-    """Whether what travels now belongs to a training step."""
+    recomputed_units: int = 0
+    late_units: int = 0
+    is_training: bool = False
+    """Whether what is transferred now belongs to a training step."""
     _step_bytes: int = 0
     _step_busy: float = 0.0
-    _step_span: float = 0.0
-    _mark: float = 0.0
+    _step_available: float = 0.0
+    _last_time: float = 0.0
 
-    def begin(self, training: bool) -> None:
-        """A scoring begins. Time counts in training steps only, and between two that follow each other."""
-        if not (training and self.training):
-            self._mark = time.perf_counter()
-        self.training = training
-        self.steps += training
+    def start_request(self, is_training: bool) -> None:
+        """Time counts only in training steps, and between two consecutive ones."""
+        if not (is_training and self.is_training):
+            self._last_time = time.perf_counter()
+        self.is_training = is_training
+        self.steps += is_training
 
-    def moved(self, count: int, scoring: bool) -> None:
-        if scoring and self.training:
-            self.bytes += count
+    def add_bytes(self, count: int, is_unit_work: bool) -> None:
+        if is_unit_work and self.is_training:
+            self.training_bytes += count
             self._step_bytes += count
         else:
             self.other_bytes += count
 
-    def worked(self, seconds: float) -> None:
-        if self.training:
-            self.busy += seconds
+    def add_busy_time(self, seconds: float) -> None:
+        if self.is_training:
+            self.busy_seconds += seconds
             self._step_busy += seconds
 
-    def end(self, workers: int) -> None:
-        """A scoring is over; each of the workers has had that time."""
+    def finish_request(self, worker_count: int) -> None:
         now = time.perf_counter()
-        if self.training:
-            passed = workers * (now - self._mark)
-            self.span += passed
-            self._step_span += passed
-        self._mark = now
+        if self.is_training:
+            available = worker_count * (now - self._last_time)
+            self.available_seconds += available
+            self._step_available += available
+        self._last_time = now
 
-    def step_line(self) -> dict[str, Any]:
-        """For the metrics: what the last step took."""
-        line = {"bytes": self._step_bytes, "waiting": _share(self._step_busy, self._step_span)}
-        self._step_bytes, self._step_busy, self._step_span = 0, 0.0, 0.0
-        return line
+    def take_step(self) -> dict[str, Any]:
+        """Metrics of the last step, which are reset."""
+        metrics = {"bytes": self._step_bytes, "waiting": _idle_share(self._step_busy, self._step_available)}
+        self._step_bytes, self._step_busy, self._step_available = 0, 0.0, 0.0
+        return metrics
 
-    def summary(self, workers: int) -> dict[str, Any]:
+    def summary(self, worker_count: int) -> dict[str, Any]:
         return {
-            "count": workers,
-            "bytes_per_step": round(self.bytes / max(1, self.steps)),
+            "count": worker_count,
+            "bytes_per_step": round(self.training_bytes / max(1, self.steps)),
             "other_bytes": self.other_bytes,
-            "waiting": _share(self.busy, self.span),
+            "waiting": _idle_share(self.busy_seconds, self.available_seconds),
             "lost": self.lost,
             "rebuilt": self.rebuilt,
-            "recomputed_units": self.recomputed,
-            "late_units": self.late,
+            "recomputed_units": self.recomputed_units,
+            "late_units": self.late_units,
         }
 
 
-def _share(busy: float, span: float) -> float:
-    return round(min(1.0, max(0.0, 1 - busy / span)), 4) if span > 0 else 0.0
+def _idle_share(busy: float, available: float) -> float:
+    return round(min(1.0, max(0.0, 1 - busy / available)), 4) if available > 0 else 0.0

@@ -1,227 +1,218 @@
-"""The workers of a run: hired, brought up to date, watched, replaced. Knows nothing of what they compute."""
+"""Starts, watches and replaces the workers of a run. Knows nothing of what they compute."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from mezzo import errors
 from mezzo.errors import MezzoError, RunFailed
-from mezzo.parallel.messages import Answer, Facts, Failed, Order, Post, Route, packed, unpacked
-from mezzo.parallel.stats import Cost
-from mezzo.parallel.transports.base import Gone, Link, Transport
-from mezzo.types import Update
+from mezzo.parallel.messages import (
+    UNIT_WORK,
+    Failure,
+    Reply,
+    Request,
+    RequestKind,
+    WorkerFacts,
+    WorkerSpec,
+    deserialize,
+    serialize,
+)
+from mezzo.parallel.stats import WorkStats
+from mezzo.parallel.transports.base import Transport, WorkerConnection, WorkerLost
+from mezzo.parallel.update_log import UpdateLog
 
-START_SECONDS = 1800.0
-"""For loading a model and for catching up; nobody waits meanwhile unless there is no other worker."""
-LONGEST_PAUSE = 30.0
-HOPELESS = 4
-"""Losses in a row, per worker, after which the run ends."""
+START_TIMEOUT = 1800.0
+"""Seconds for loading a model and for catching up; the run waits for it only if there is no other worker."""
+MAX_START_DELAY = 30.0
+MAX_LOSSES_PER_WORKER = 4
+"""Consecutive losses, per worker, after which the run ends."""
 
 
 @dataclass(eq=False)
-class Member:
-    """One worker. `position` is None until its engine is up; `order` is None while it has nothing to do."""
+class WorkerHandle:
+    """One worker as the driver sees it.
+
+    `position` is its step of the journal, None until its engine is loaded. `request` is what it is doing, None while it is idle;
+    `tag` is whatever the sender of the request wants to recognise the reply by.
+    """
 
     number: int
-    link: Link
-    since: float
-    limit: float
+    connection: WorkerConnection
+    sent_at: float
+    timeout: float
     position: int | None = None
-    order: str | None = "open"
-    job: Any = None
-    facts: Facts | None = None
+    request: RequestKind | Literal["start"] | None = "start"
+    tag: Any = None
+    facts: WorkerFacts | None = None
 
     @property
     def name(self) -> str:
         return f"worker {self.number}"
 
     @property
-    def free(self) -> bool:
-        return self.position is not None and self.order is None
+    def is_idle(self) -> bool:
+        return self.position is not None and self.request is None
 
 
-class Crew:
-    """Members and the journal that each of them follows."""
+class Supervisor:
+    """Keeps `target_count` workers running and in step with the update log."""
 
-    def __init__(self, transport: Transport, post: Post, wanted: int, cost: Cost) -> None:
-        self.transport, self.post, self.wanted, self.cost = transport, post, wanted, cost
-        self.members: list[Member] = []
-        self.log: list[Update] = []
-        self.marks: dict[int, str] = {}
-        self.snapshots: str | None = None
-        self.facts: Facts | None = None
+    def __init__(self, transport: Transport, spec: WorkerSpec, target_count: int, stats: WorkStats) -> None:
+        self.transport, self.spec, self.target_count, self.stats = transport, spec, target_count, stats
+        self.workers: list[WorkerHandle] = []
+        self.log = UpdateLog()
+        self.facts: WorkerFacts | None = None
         self.report: Callable[[str], None] = lambda text: None
-        self._losses = 0
-        self._last_words: MezzoError | None = None
-        self._hire_at = 0.0
-        self._numbers = 0
+        self._consecutive_losses = 0
+        self._next_start = 0.0
+        self._next_number = 0
 
-    # ---- who is there
+    # ---- starting and replacing workers
 
-    def staff(self) -> None:
-        """Hire what is missing; send home what is too many."""
-        while len(self.members) > self.wanted:
-            spare = next((m for m in reversed(self.members) if m.order is None), self.members[-1])
-            self._drop(spare, peacefully=True)
-        while len(self.members) < self.wanted and time.monotonic() >= self._hire_at:
+    def start_or_stop_workers(self) -> None:
+        """Start the workers that are missing, or stop those that are too many."""
+        while len(self.workers) > self.target_count:
+            surplus = next((w for w in reversed(self.workers) if w.request is None), self.workers[-1])
+            self._remove(surplus, gracefully=True)
+        while len(self.workers) < self.target_count and time.monotonic() >= self._next_start:
             try:
-                link = self.transport.hire()
-            except Gone:
+                connection = self.transport.start_worker()
+            except WorkerLost:
                 self._count_loss(RunFailed("no worker process could be started"))
                 return
-            member = Member(self._numbers, link, time.monotonic(), START_SECONDS)
-            self._numbers += 1
-            self.members.append(member)
-            post = Post(self.post.factory, self.post.spec, member.number)
-            self._deliver(member, packed(post))
+            worker = WorkerHandle(self._next_number, connection, time.monotonic(), START_TIMEOUT)
+            self._next_number += 1
+            self.workers.append(worker)
+            self._send(worker, serialize(dataclasses.replace(self.spec, number=worker.number)))
 
     @property
-    def free(self) -> list[Member]:
-        return [member for member in self.members if member.free]
+    def idle_workers(self) -> list[WorkerHandle]:
+        return [worker for worker in self.workers if worker.is_idle]
 
-    def up(self) -> list[Member]:
-        return [member for member in self.members if member.position is not None]
+    @property
+    def ready_workers(self) -> list[WorkerHandle]:
+        """Workers whose engine is loaded, idle or busy."""
+        return [worker for worker in self.workers if worker.position is not None]
 
-    def lose(self, member: Member, why: str, counts: bool = True) -> None:
-        """A worker is gone or not to be trusted: its process ends, another will start from the base model and the journal."""
-        if member not in self.members:
+    def wait_for_first_worker(self) -> WorkerFacts:
+        while self.facts is None:
+            self.start_or_stop_workers()
+            for _ in self.receive_replies(1.0):
+                pass
+            self.replace_overdue_workers()
+        return self.facts
+
+    def replace_worker(self, worker: WorkerHandle, reason: str, counts_as_loss: bool = True) -> None:
+        """End a worker that is lost or not to be trusted; `start_or_stop_workers` starts another."""
+        if worker not in self.workers:
             return
-        self._drop(member)
-        self.cost.lost += 1
-        self.report(f"{member.name} {why}; a new one starts from the base model and the journal")
-        if counts:
-            self._count_loss(RunFailed(f"{member.name} {why}"))
+        self._remove(worker)
+        self.stats.lost += 1
+        self.report(f"{worker.name} {reason}; a new one starts from the base model and the journal")
+        if counts_as_loss:
+            self._count_loss(RunFailed(f"{worker.name} {reason}"))
 
-    def proven(self) -> None:
-        """Somebody did good work: losses before it were no pattern."""
-        self._losses = 0
+    def replace_overdue_workers(self) -> None:
+        """Replace workers that have not replied within their timeout."""
+        now = time.monotonic()
+        for worker in [w for w in self.workers if w.request is not None and now - w.sent_at > w.timeout]:
+            self.replace_worker(worker, f"did not answer within {worker.timeout:.3g} s")
+
+    def reset_losses(self) -> None:
+        """Forget earlier losses: a worker has done useful work since."""
+        self._consecutive_losses = 0
+
+    def close(self) -> None:
+        for worker in list(self.workers):
+            self._remove(worker, gracefully=True)
+        self.transport.close()
 
     def _count_loss(self, error: MezzoError) -> None:
-        self._losses += 1
-        self._last_words = error
-        self._hire_at = time.monotonic() + (min(LONGEST_PAUSE, 0.01 * 2**self._losses) if self._losses > 1 else 0.0)
-        if self._losses > HOPELESS * max(1, self.wanted):
+        self._consecutive_losses += 1
+        losses = self._consecutive_losses
+        self._next_start = time.monotonic() + (min(MAX_START_DELAY, 0.01 * 2**losses) if losses > 1 else 0.0)
+        if losses > MAX_LOSSES_PER_WORKER * max(1, self.target_count):
             raise RunFailed(
-                f"workers were lost {self._losses} times in a row and did no work in between; last: "
-                f"{self._last_words}. The journal holds the run up to here: continue with --resume"
+                f"workers were lost {losses} times in a row and did no work in between; last: "
+                f"{error}. The journal holds the run up to here: continue with --resume"
             )
 
-    def _drop(self, member: Member, peacefully: bool = False) -> None:
-        self.members.remove(member)
-        idle = member.free
-        member.order = member.job = member.position = None
-        (member.link.release if idle and peacefully else member.link.kill)()
+    def _remove(self, worker: WorkerHandle, gracefully: bool = False) -> None:
+        self.workers.remove(worker)
+        was_idle = worker.is_idle
+        worker.request = worker.tag = worker.position = None
+        (worker.connection.stop if was_idle and gracefully else worker.connection.kill)()
 
-    # ---- orders and replies
+    # ---- requests and replies
 
-    def order(self, member: Member, question: str, values: tuple[Any, ...], limit: float, job: Any = None) -> bool:
-        """Send a free member its way to the present and a question; False when it turns out to be gone."""
-        assert member.free
-        order = Order(self._route(member), question, values)
-        member.order, member.job, member.limit, member.since = question, job, limit, time.monotonic()
-        member.position = len(self.log)
-        return self._deliver(member, packed(order), question in ("score", "generate"))
+    def send_request(
+        self, worker: WorkerHandle, kind: RequestKind, arguments: tuple[Any, ...], timeout: float, tag: Any = None
+    ) -> None:
+        """Send an idle worker the updates it lacks and a request; it is replaced if it turns out to be lost."""
+        assert worker.is_idle
+        request = Request(self.log.range_from(worker.position or 0), kind, arguments)
+        worker.request, worker.tag, worker.timeout, worker.sent_at = kind, tag, timeout, time.monotonic()
+        worker.position = len(self.log)
+        self._send(worker, serialize(request), kind in UNIT_WORK)
 
-    def _route(self, member: Member) -> Route:
-        position = member.position or 0
-        if position > len(self.log):  # the run has gone back
-            position = 0
-        if position:
-            return Route(position, tuple(self.log[position:]))
-        return Route(0, tuple(self.log), dict(self.marks) if self.snapshots else {}, self.snapshots)
-
-    def _deliver(self, member: Member, data: bytes, scoring: bool = False) -> bool:
-        self.cost.moved(len(data), scoring)
-        try:
-            member.link.send(data)
-        except Gone:
-            self.lose(member, "ended unexpectedly")
-            return False
-        return True
-
-    def replies(self, seconds: float) -> Iterator[tuple[Member, str, Any, Answer | Failed]]:
-        """(member, question, job, reply) of orders that were answered; starting and lost members are seen to here."""
-        busy = {id(member.link): member for member in self.members if member.order is not None}
+    def receive_replies(self, seconds: float) -> Iterator[tuple[WorkerHandle, Any, Reply | Failure]]:
+        """Yield (worker, tag, reply) as they arrive; replies of starting workers and lost workers are dealt with here."""
+        busy = {id(worker.connection): worker for worker in self.workers if worker.request is not None}
         if not busy:
             time.sleep(min(seconds, 0.05))
             return
-        for link, data in self.transport.wait([member.link for member in busy.values()], seconds):
-            member = busy[id(link)]
+        for connection, data in self.transport.wait_for_replies([w.connection for w in busy.values()], seconds):
+            worker = busy[id(connection)]
             if data is None:
-                self.lose(member, "ended unexpectedly")
+                self.replace_worker(worker, "ended unexpectedly")
                 continue
-            self.cost.moved(len(data), member.order in ("score", "generate"))
+            self.stats.add_bytes(len(data), worker.request in UNIT_WORK)
             try:
-                reply = unpacked(data)
-                assert isinstance(reply, (Answer, Failed))
-            except Exception:  # whatever these bytes are, they are no reply
-                self.lose(member, "sent what is no answer")
+                reply = deserialize(data)
+                assert isinstance(reply, (Reply, Failure))
+            except Exception:  # whatever these bytes are, they are not a reply
+                self.replace_worker(worker, "sent an invalid reply")
                 continue
-            question, job = member.order or "", member.job
-            member.order = member.job = None
-            if question == "open":
-                self._opened(member, reply)
-            elif question == "move":
-                if isinstance(reply, Failed):
-                    self._failed_to_start(member, reply)
+            request, tag = worker.request, worker.tag
+            worker.request = worker.tag = None
+            if request == "start":
+                self._handle_start(worker, reply)
+            elif request == "catch_up":
+                if isinstance(reply, Failure):
+                    self._handle_start_failure(worker, reply)
             else:
-                if isinstance(reply, Failed) and reply.fatal:
-                    self.lose(member, f"failed: {reply.text}")
-                yield member, question, job, reply
+                if isinstance(reply, Failure) and reply.fatal:
+                    self.replace_worker(worker, f"failed: {reply.message}")
+                yield worker, tag, reply
 
-    def overdue(self) -> None:
-        """End members that have been silent for longer than their limit."""
-        now = time.monotonic()
-        for member in [m for m in self.members if m.order is not None and now - m.since > m.limit]:
-            self.lose(member, f"did not answer within {member.limit:.3g} s")
+    def _send(self, worker: WorkerHandle, data: bytes, is_unit_work: bool = False) -> None:
+        self.stats.add_bytes(len(data), is_unit_work)
+        try:
+            worker.connection.send(data)
+        except WorkerLost:
+            self.replace_worker(worker, "ended unexpectedly")
 
-    def _opened(self, member: Member, reply: Answer | Failed) -> None:
-        if isinstance(reply, Failed):
-            self._failed_to_start(member, reply)
+    def _handle_start(self, worker: WorkerHandle, reply: Reply | Failure) -> None:
+        if isinstance(reply, Failure):
+            self._handle_start_failure(worker, reply)
             return
-        facts: Facts = reply.value
+        facts: WorkerFacts = reply.value
         self.facts = self.facts or facts
-        if (facts.base_digest, facts.trained) != (self.facts.base_digest, self.facts.trained):
-            self.lose(
-                member,
+        if not facts.has_same_base(self.facts):
+            self.replace_worker(
+                worker,
                 f"has a base model with digest {facts.base_digest[:12]}…, the run's is {self.facts.base_digest[:12]}…: "
                 "the base model has changed, and it was not used",
             )
             return
-        member.facts, member.position = facts, 0
-        if self.log:  # behind: it catches up on its own, while the others go on
-            self.order(member, "move", (), START_SECONDS)
+        worker.facts, worker.position = facts, 0
+        if self.log.updates:  # it catches up while the others go on
+            self.send_request(worker, "catch_up", (), START_TIMEOUT)
 
-    def _failed_to_start(self, member: Member, reply: Failed) -> None:
-        if self.facts is None:  # the first of all: the user's mistake, most likely
-            raise error_of(reply)
-        self.lose(member, f"could not start: {reply.text}")
-
-    def wait_until_open(self) -> Facts:
-        while self.facts is None:
-            self.staff()
-            for _ in self.replies(1.0):
-                pass
-            self.overdue()
-        return self.facts
-
-    # ---- the journal
-
-    def follow(self, updates: Sequence[Update], marks: Mapping[int, str], snapshots: str | None) -> None:
-        """From now on, this is what every member must have applied."""
-        self.log[:], self.marks = updates, dict(marks)
-        self.snapshots = snapshots or self.snapshots
-
-    def close(self) -> None:
-        for member in list(self.members):
-            self._drop(member, peacefully=True)
-        self.transport.close()
-
-
-def error_of(reply: Failed) -> MezzoError:
-    kind = getattr(errors, reply.kind, RunFailed)
-    error: MezzoError = kind(reply.text)
-    return error
+    def _handle_start_failure(self, worker: WorkerHandle, failure: Failure) -> None:
+        if self.facts is None:  # no worker has ever started: most likely the user's mistake
+            raise failure.to_exception()
+        self.replace_worker(worker, f"could not start: {failure.message}")

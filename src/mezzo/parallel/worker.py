@@ -1,139 +1,123 @@
-"""A worker: one engine, one position of the journal, and the answers to a driver's orders. The same for every transport."""
+"""A worker: one engine at one position of the journal that serves a driver's requests, the same for every transport."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
 import time
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from mezzo.engines import ENGINES
 from mezzo.engines.base import Engine, EngineSpec
-from mezzo.engines.microbatch import EngineCall
 from mezzo.errors import JournalError, MezzoError
-from mezzo.parallel.messages import Answer, Facts, Failed, Order, Post, Route, packed, unpacked
+from mezzo.parallel.messages import (
+    UNIT_WORK,
+    Failure,
+    ReplayRange,
+    Reply,
+    Request,
+    WorkerFacts,
+    WorkerSpec,
+    deserialize,
+    serialize,
+)
 from mezzo.replay.replay import replay
 from mezzo.replay.snapshots import Snapshots
-from mezzo.types import Batch, MicroBatch, Scores
 
 
 class Worker:
-    """Holds an engine and brings it to where an order is asked."""
+    """Holds an engine and brings it to the position at which a request is computed."""
 
-    def __init__(self, post: Post) -> None:
-        self.post = post
-        self.engine = _opened(post)
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.engine = _open_engine(spec)
         self.position = 0
 
-    def facts(self) -> Facts:
+    def facts(self) -> WorkerFacts:
         engine = self.engine
-        joins = bool(getattr(engine, "joins_units", False))
-        return Facts(engine.micro_batch, engine.trained, engine.base_digest, engine.describe(), joins, os.getpid())
+        merges_units = bool(getattr(engine, "merges_units", False))
+        description = engine.describe()
+        return WorkerFacts(
+            engine.micro_batch, engine.trained, engine.base_digest, description, merges_units, os.getpid()
+        )
 
-    def answer(self, order: Order) -> Any:
-        self.go(order.route)
-        return getattr(self, f"on_{order.question}")(*order.values)
+    def compute(self, request: Request) -> Any:
+        self._replay(request.replay)
+        if request.kind == "catch_up":
+            return None
+        method = getattr(self.engine, request.kind)
+        if request.kind not in UNIT_WORK:
+            return method(*request.arguments)
+        calls, micro_batch, *options = request.arguments
+        self.engine.micro_batch = micro_batch
+        return [method(call.batch, call.probes, *options) for call in calls]
 
-    def go(self, route: Route) -> None:
-        """Follow a route; one that starts behind this worker's position begins at the base model again."""
-        if route.start == 0 and self.position > 0:
+    def _replay(self, span: ReplayRange) -> None:
+        """Apply a range of updates; one from step 0 on restarts an engine that has moved from the base model."""
+        if span.start == 0 and self.position > 0:
             self.engine.close()
-            self.engine, self.position = _opened(self.post), 0
-        if route.start != self.position:
-            raise JournalError(f"a worker at step {self.position} was sent the updates from step {route.start} on")
-        snapshots = Snapshots(Path(route.snapshots)) if route.snapshots and route.start == 0 else None
-        replay(self.engine, route.updates, route.marks, snapshots)
-        self.position = route.end
-
-    # ---- questions
-
-    def on_score(self, pieces: Sequence[EngineCall], micro_batch: MicroBatch) -> list[Scores]:
-        self.engine.micro_batch = micro_batch
-        return [self.engine.score(piece.batch, piece.probes) for piece in pieces]
-
-    def on_generate(
-        self, pieces: Sequence[EngineCall], micro_batch: MicroBatch, tokens: int
-    ) -> list[list[list[tuple[int, ...]]]]:
-        self.engine.micro_batch = micro_batch
-        return [self.engine.generate(piece.batch, piece.probes, tokens) for piece in pieces]
-
-    def on_check(self, batch: Batch, eps: float) -> None:
-        self.engine.check(batch, eps)
-
-    def on_digest(self) -> str:
-        return self.engine.digest()
-
-    def on_state(self) -> dict[str, npt.NDArray[np.generic]]:
-        return self.engine.state()
-
-    def on_describe(self) -> dict[str, Any]:
-        return self.engine.describe()
-
-    def on_move(self) -> None:
-        """The route was all there was to do."""
+            self.engine, self.position = _open_engine(self.spec), 0
+        if span.start != self.position:
+            raise JournalError(f"a worker at step {self.position} was sent the updates from step {span.start} on")
+        folder = span.snapshot_folder if span.start == 0 else None
+        replay(self.engine, span.updates, span.marks, Snapshots(Path(folder)) if folder else None)
+        self.position = span.stop
 
 
-def _opened(post: Post) -> Engine:
-    module, _, function = post.factory.partition(":")
-    engine: Engine = getattr(importlib.import_module(module), function)(_placed(post))
-    return engine
+def _open_engine(spec: WorkerSpec) -> Engine:
+    return spec.engine.open(_assign_device(spec))
 
 
-def _placed(post: Post) -> EngineSpec:
-    """Workers of one machine share its GPUs out among themselves."""
-    from mezzo.engines.torch.loading import gpus
+def _assign_device(spec: WorkerSpec) -> EngineSpec:
+    """Spread the workers of one machine over its GPUs, or over its cores where the engine does not do so itself."""
+    from mezzo.engines.torch.loading import gpu_count
 
-    spec = post.spec
-    if spec.device in ("auto", "cuda") and (count := gpus()):
-        return dataclasses.replace(spec, device=f"cuda:{post.number * spec.tp % count}")
-    if post.factory == ENGINES["sglang"]:
-        _take_cores(post.number, max(spec.tp, spec.threads or 1))
-    return spec
+    engine_spec = spec.engine_spec
+    if engine_spec.device in ("auto", "cuda") and (count := gpu_count()):
+        return dataclasses.replace(engine_spec, device=f"cuda:{spec.number * engine_spec.tp % count}")
+    if spec.engine.pins_cores:
+        _restrict_to_cores(spec.number, max(engine_spec.tp, engine_spec.threads or 1))
+    return engine_spec
 
 
-def _take_cores(number: int, count: int) -> None:
-    """SGLang pins its threads to the first cores that it may use; were these the same for all workers, one core would do all."""
+def _restrict_to_cores(number: int, count: int) -> None:
+    """Give each worker cores of its own: otherwise all workers would pin their threads to the same ones."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[(number * count + core) % len(cores)] for core in range(count)})
 
 
-class Service:
-    """A worker behind bytes: what is asked, and whatever goes wrong, comes back as one reply.
+class WorkerServer:
+    """Turns the bytes of a request into the bytes of its reply, or of the failure that occurred.
 
-    `number` is its number on this machine, where it knows better than the driver.
+    `number` is the worker's number on this machine, if the driver cannot know it.
     """
 
     def __init__(self, number: int | None = None) -> None:
         self.number = number
         self.worker: Worker | None = None
 
-    def reply(self, data: bytes) -> tuple[bytes, bool]:
-        """The reply, and whether the worker can go on."""
-        began = time.perf_counter()
+    def handle(self, data: bytes) -> tuple[bytes, bool]:
+        """The reply, and whether the worker can be used again."""
+        start = time.perf_counter()
         try:
-            asked = unpacked(data)
-            if isinstance(asked, Post):
-                self.close()
-                number = asked.number if self.number is None else self.number
-                self.worker = Worker(dataclasses.replace(asked, number=number))
-                value: Any = self.worker.facts()
-            else:
-                assert self.worker is not None
-                value = self.worker.answer(asked)
-            found: Answer | Failed = Answer(value, time.perf_counter() - began)
+            value = self._compute(deserialize(data))
+            reply: Reply | Failure = Reply(value, time.perf_counter() - start)
         except MezzoError as error:
-            lost = self.worker is None or isinstance(error, JournalError)  # nobody knows where its weights are
-            found = Failed(type(error).__name__, str(error), fatal=lost)
+            is_fatal = self.worker is None or isinstance(error, JournalError)  # its position is unknown
+            reply = Failure(type(error).__name__, str(error), is_fatal)
         except Exception as error:
-            found = Failed("RunFailed", f"{type(error).__name__}: {error}", fatal=True)
-        return packed(found), not (isinstance(found, Failed) and found.fatal)
+            reply = Failure("RunFailed", f"{type(error).__name__}: {error}", fatal=True)
+        return serialize(reply), not (isinstance(reply, Failure) and reply.fatal)
+
+    def _compute(self, message: WorkerSpec | Request) -> Any:
+        if isinstance(message, WorkerSpec):
+            self.close()
+            number = message.number if self.number is None else self.number
+            self.worker = Worker(dataclasses.replace(message, number=number))
+            return self.worker.facts()
+        assert self.worker is not None
+        return self.worker.compute(message)
 
     def close(self) -> None:
         if self.worker is not None:
@@ -141,14 +125,14 @@ class Service:
             self.worker = None
 
 
-def serve(connection: Connection) -> None:
-    """Answer orders until the driver has gone."""
-    service, going = Service(), True
+def serve_requests(connection: Connection) -> None:
+    """Reply to requests until the driver has gone."""
+    server, is_usable = WorkerServer(), True
     try:
-        while going:
-            reply, going = service.reply(connection.recv_bytes())
+        while is_usable:
+            reply, is_usable = server.handle(connection.recv_bytes())
             connection.send_bytes(reply)
     except (EOFError, OSError):
         pass
     finally:
-        service.close()
+        server.close()

@@ -35,7 +35,7 @@ def bring_to(engine: Engine, content: Content, at: int, snapshots: Snapshots | N
         raise JournalError(f"the journal holds steps 0 to {len(records)}; there is no step {at}")
     updates = [record.update for record in records[:at]]
     if isinstance(engine, Workers):
-        engine.go_to(updates, content.marks, str(snapshots.folder) if snapshots else None)
+        engine.replay_journal(updates, content.marks, str(snapshots.folder) if snapshots else None)
     else:
         replay(engine, updates, content.marks, snapshots)
 

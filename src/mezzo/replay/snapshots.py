@@ -1,4 +1,4 @@
-"""Trained tensors on disk at some journal positions: a cache. Deleting them loses nothing but time."""
+"""Trained tensors on disk at some journal positions: a cache. Deleting it costs only time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Snapshots:
     folder: Path
 
     def save(self, step: int, tensors: Tensors, digest: str, keep: tuple[int, ...] = ()) -> None:
-        """Write one, then drop all but it and those at the steps in `keep`."""
+        """Write a snapshot, then delete all others but those of the steps in `keep`."""
         from safetensors.numpy import save
 
         data = save(dict(tensors), metadata={"step": str(step), "digest": digest})

@@ -1,4 +1,4 @@
-"""Run folders as a page, as pictures, or served live. Reads folders only: no model, no engine."""
+"""Reports on run folders: as a page, as plots, or served live. They only read folders: no model, no engine."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mezzo.journal.atomic_files import write_atomically
-from mezzo.reports.live import server
-from mezzo.reports.page import render
-from mezzo.reports.plots import can_png, write_plots
-from mezzo.reports.run_data import Story, story_of
+from mezzo.reports.live import make_server
+from mezzo.reports.page import render_page
+from mezzo.reports.plots import has_matplotlib, write_plots
+from mezzo.reports.run_data import RunData, read_run
 
-__all__ = ["Story", "can_png", "server", "story_of", "write_page", "write_plots"]
+__all__ = ["RunData", "has_matplotlib", "make_server", "read_run", "write_page", "write_plots"]
 
 
-def write_page(paths: Sequence[str | Path], out: str | Path | None = None) -> tuple[Path, list[Story]]:
-    """Write the report: into the run folder, or for several runs into the current folder, unless `out` says otherwise."""
-    stories = [story_of(path) for path in paths]
-    target = Path(out) if out else (stories[0].path if len(stories) == 1 else Path()) / "report.html"
-    write_atomically(target, render(stories).encode())
-    return target, stories
+def write_page(paths: Sequence[str | Path], out: str | Path | None = None) -> tuple[Path, list[RunData]]:
+    """Write the report to `out`; by default into the run folder, or for several runs into the current folder."""
+    runs = [read_run(path) for path in paths]
+    target = Path(out) if out else (runs[0].path if len(runs) == 1 else Path()) / "report.html"
+    write_atomically(target, render_page(runs).encode())
+    return target, runs

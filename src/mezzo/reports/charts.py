@@ -1,4 +1,8 @@
-"""What is drawn of a run, as data: two renderers (SVG for the page, PNG by matplotlib) draw the same charts."""
+"""The charts of a run, as data. Two renderers draw them: SVG for the page, PNG by matplotlib.
+
+To add a chart, write one function below that takes a `RunData` and returns a `Chart`, or None without data, and name it in
+`run_charts`. The page and the plot files then contain it.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +10,29 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from mezzo.reports.run_data import Story
+from mezzo.reports.metrics import RecordedEvaluation
+from mezzo.reports.run_data import RunData
 
-Style = Literal["line", "points", "steps"]
 BUCKETS = 100
-"""Most points of a line: more are summed up, for no screen shows them."""
+"""Most points of a line; more are aggregated, because no screen shows them."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line; `low` and `high` are a band around it."""
+    """A line, with a marker at each point if `markers`; `low` and `high` are a band around it."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     colour: int = 0
-    style: Style = "line"
+    markers: bool = False
     low: Sequence[float] = ()
     high: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
-class Level:
+class Baseline:
     """A horizontal line: a figure to compare with."""
 
     name: str
@@ -39,154 +42,158 @@ class Level:
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture. `bars` are (left, right, height); `marks` are vertical lines at steps that matter."""
+    """One picture. `bars` are (left, right, height); `vertical_lines` are (x, name)."""
 
     key: str
     title: str
     series: tuple[Series, ...] = ()
-    levels: tuple[Level, ...] = ()
+    baselines: tuple[Baseline, ...] = ()
     bars: tuple[tuple[float, float, float], ...] = ()
-    marks: tuple[tuple[float, str], ...] = ()
+    vertical_lines: tuple[tuple[float, str], ...] = ()
     x_label: str = "step"
     percent: bool = False
     from_zero: bool = False
     note: str = ""
 
 
-def charts_of(story: Story) -> list[Chart]:
-    """Every chart there is data for."""
-    makers = (_loss, _metric, _distribution, _zeros, _rate, _speed, _memory)
-    return [chart for make in makers if (chart := make(story)) is not None]
+def run_charts(run: RunData) -> list[Chart]:
+    """Every chart there is data for, in the order of the page."""
+    makers = (_loss, _metric, _slope_histogram, _zero_slopes, _learning_rate, _speed, _memory)
+    return [chart for make in makers if (chart := make(run)) is not None]
 
 
-def comparison_of(stories: Sequence[Story]) -> list[Chart]:
-    """The curves of several runs in one picture each."""
-    dev = [
-        Series(name, [look.step for look in s.looks], [look.value for look in s.looks], number, "points")
-        for number, (name, s) in enumerate(_named(stories))
-        if s.looks
-    ]
-    loss = [
-        Series(name, *_summed(s, s.losses)[:2], number) for number, (name, s) in enumerate(_named(stories)) if s.losses
-    ]
+def comparison_charts(runs: Sequence[RunData]) -> list[Chart]:
+    """Curves of several runs in one chart."""
+    named = list(enumerate(zip(_unique_names(runs), runs, strict=True)))
+    evaluated = [(colour, name, run.metrics.evaluations) for colour, (name, run) in named if run.metrics.evaluations]
+    metric = [_evaluation_series(name, evaluations, "value", colour) for colour, name, evaluations in evaluated]
+    loss = [Series(name, *_aggregate(run, run.losses)[:2], colour) for colour, (name, run) in named if run.losses]
     charts = []
-    if dev:
-        charts.append(Chart("compare-metric", f"dev {stories[0].metric}", tuple(dev), percent=True))
+    if metric:
+        charts.append(Chart("compare-metric", f"dev {runs[0].metric}", tuple(metric), percent=True))
     if loss:
         charts.append(Chart("compare-loss", "training loss", tuple(loss)))
     return charts
 
 
-def _named(stories: Sequence[Story]) -> Iterable[tuple[str, Story]]:
-    names = [story.name for story in stories]
-    for number, story in enumerate(stories, 1):
-        yield (story.name if names.count(story.name) == 1 else f"{story.name} ({number})"), story
+# --- one function per chart
 
 
-def _loss(story: Story) -> Chart | None:
-    if not story.losses:
+def _loss(run: RunData) -> Chart | None:
+    if not run.losses:
         return None
-    x, y, low, high = _summed(story, story.losses)
-    series = [Series("training", x, y, 0, low=low, high=high)]
-    dev = [look for look in story.looks if math.isfinite(look.loss)]
+    x, y, low, high = _aggregate(run, run.losses)
+    series = [Series("training", x, y, low=low, high=high)]
+    dev = [evaluation for evaluation in run.metrics.evaluations if math.isfinite(evaluation.loss)]
     if dev:
-        series.append(Series("dev", [look.step for look in dev], [look.loss for look in dev], 1, "points"))
-    note = "band: the tenth to ninetieth percent of batches" if low else ""
-    return Chart("loss", "loss", tuple(series), marks=_best(story), note=note)
+        series.append(_evaluation_series("dev", dev, "loss", 1))
+    note = "band: 10th to 90th percentile of the batches" if low else ""
+    return Chart("loss", "loss", tuple(series), vertical_lines=_best_step(run), note=note)
 
 
-def _metric(story: Story) -> Chart | None:
-    if not story.looks:
+def _metric(run: RunData) -> Chart | None:
+    metrics = run.metrics
+    if not metrics.evaluations:
         return None
-    looks = story.looks
-    dev = Series(
-        *("dev", [look.step for look in looks], [look.value for look in looks], 1, "points"),
-        low=[look.low for look in looks],
-        high=[look.high for look in looks],
-    )
-    levels = []
-    if story.zero_shot:
-        levels.append(Level("zero-shot (test)", story.zero_shot.value, 4))
-        if math.isfinite(story.zero_shot.calibrated):
-            levels.append(Level("calibrated zero-shot (test)", story.zero_shot.calibrated, 3))
-    series = [dev]
-    if (tested := story.tested) is not None:
-        series.append(
-            Series(tested.what + " at the end", [tested.step], [tested.value], 2, "points", [tested.low], [tested.high])
-        )
-    return Chart("metric", story.metric, tuple(series), tuple(levels), marks=_best(story), percent=True)
+    series = [_evaluation_series("dev", metrics.evaluations, "value", 1, band=True)]
+    if final := metrics.final:
+        series.append(_evaluation_series(f"{final.split} at the end", [final], "value", 2, band=True))
+    baselines = []
+    if zero_shot := metrics.zero_shot:
+        baselines.append(Baseline("zero-shot (test)", zero_shot.value, 4))
+        if math.isfinite(zero_shot.calibrated):
+            baselines.append(Baseline("calibrated zero-shot (test)", zero_shot.calibrated, 3))
+    best_step = _best_step(run)
+    return Chart("metric", run.metric, tuple(series), tuple(baselines), vertical_lines=best_step, percent=True)
 
 
-def _distribution(story: Story) -> Chart | None:
-    """Slopes by size; the outermost hundredth is gathered in the end bars."""
-    slopes = sorted(value for slopes in story.slopes for value in slopes)
+def _slope_histogram(run: RunData) -> Chart | None:
+    """Slopes by size; the outermost percent is in the first and last bar."""
+    slopes = sorted(value for slopes in run.slopes for value in slopes)
     if len(slopes) < 2:
         return None
-    reach = max(abs(slopes[len(slopes) // 100]), abs(slopes[-1 - len(slopes) // 100])) or max(map(abs, slopes)) or 1.0
+    outer = len(slopes) // 100
+    limit = max(abs(slopes[outer]), abs(slopes[-1 - outer])) or max(map(abs, slopes)) or 1.0
     count = 24 if len(slopes) > 100 else 12
     heights = [0] * count
     for value in slopes:
-        heights[min(count - 1, max(0, int((value / reach + 1) / 2 * count)))] += 1
-    width = 2 * reach / count
-    bars = tuple((-reach + i * width, -reach + (i + 1) * width, h / len(slopes)) for i, h in enumerate(heights))
-    note = f"{story.zero_share:.1%} of steps had no slope at all"
+        heights[min(count - 1, max(0, int((value / limit + 1) / 2 * count)))] += 1
+    width = 2 * limit / count
+    bars = tuple((-limit + i * width, -limit + (i + 1) * width, h / len(slopes)) for i, h in enumerate(heights))
+    note = f"{run.zero_slope_share:.1%} of steps had slope zero"
     return Chart("slopes", "slopes by size", bars=bars, x_label="slope g", percent=True, from_zero=True, note=note)
 
 
-def _zeros(story: Story) -> Chart | None:
-    if not story.slopes:
+def _zero_slopes(run: RunData) -> Chart | None:
+    if not run.slopes:
         return None
-    flags = [float(not any(slopes)) for slopes in story.slopes]
-    x, y, _, _ = _summed(story, flags)
-    series = Series("share of steps without a slope", x, y, 3)
+    x, y, _, _ = _aggregate(run, [float(not any(slopes)) for slopes in run.slopes])
+    series = Series("share of steps with slope zero", x, y, 3)
     return Chart("zero-slopes", "zero slopes over time", (series,), percent=True, from_zero=True)
 
 
-def _rate(story: Story) -> Chart | None:
-    if not story.rates:
+def _learning_rate(run: RunData) -> Chart | None:
+    if not run.learning_rates:
         return None
-    x, y, _, _ = _summed(story, story.rates)
+    x, y, _, _ = _aggregate(run, run.learning_rates)
     return Chart("learning-rate", "learning rate", (Series("lr", x, y, 5),), from_zero=True)
 
 
-def _speed(story: Story) -> Chart | None:
-    pairs = zip(story.seconds, story.seconds[1:], strict=False)
-    gaps = [(j, 1 / (b - a)) for (i, a), (j, b) in pairs if j == i + 1 and b > a]
-    if len(gaps) < 2:
+def _speed(run: RunData) -> Chart | None:
+    durations = run.metrics.step_durations
+    if len(durations) < 2:
         return None
-    x, y = _bucketed([float(step) for step, _ in gaps], [rate for _, rate in gaps], statistics.median)
-    return Chart("speed", "steps per second", (Series("steps/s", x, y, 0),), from_zero=True)
+    x, y = _bucket([(step, 1 / seconds) for step, seconds in durations], statistics.median)
+    return Chart("speed", "steps per second", (Series("steps/s", x, y),), from_zero=True)
 
 
-def _memory(story: Story) -> Chart | None:
-    if len(story.memory) < 2:
+def _memory(run: RunData) -> Chart | None:
+    if len(run.metrics.memory) < 2:
         return None
-    x, y = _bucketed([float(step) for step, _ in story.memory], [mib for _, mib in story.memory], max)
+    x, y = _bucket(run.metrics.memory, max)
     return Chart("memory", "memory, MiB", (Series("in use", x, y, 2),), from_zero=True)
 
 
-def _best(story: Story) -> tuple[tuple[float, str], ...]:
-    best = story.best
-    return ((best.step, f"best: step {best.step}"),) if best and len(story.looks) > 1 else ()
+# --- shared by charts
 
 
-Points = list[float]
+def _unique_names(runs: Sequence[RunData]) -> Iterable[str]:
+    names = [run.name for run in runs]
+    return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
 
 
-def _summed(story: Story, values: Sequence[float]) -> tuple[Points, Points, Points, Points]:
-    """Steps, means and the band of values; the values themselves if there are few."""
-    steps = [float(position) for position in story.positions]
+def _evaluation_series(
+    name: str, evaluations: Sequence[RecordedEvaluation], figure: str, colour: int, band: bool = False
+) -> Series:
+    """A field of the evaluations over their steps; `band` adds the interval, which is that of `value`."""
+    x, y, low, high = ([getattr(each, key) for each in evaluations] for key in ("step", figure, "low", "high"))
+    return Series(name, x, y, colour, True, low if band else (), high if band else ())
+
+
+def _best_step(run: RunData) -> tuple[tuple[float, str], ...]:
+    best = run.best
+    return ((best.step, f"best: step {best.step}"),) if best and len(run.metrics.evaluations) > 1 else ()
+
+
+Floats = list[float]
+
+
+def _aggregate(run: RunData, values: Sequence[float]) -> tuple[Floats, Floats, Floats, Floats]:
+    """Steps, means, and a band from the 10th to the 90th percentile; the values themselves if there are few."""
+    steps = [float(position) for position in run.positions]
     if len(values) <= 2 * BUCKETS // 5:
         return steps, list(values), [], []
     size = max(5, math.ceil(len(values) / BUCKETS))
-    cut = [values[first : first + size] for first in range(0, len(values), size)]
-    x = [sum(steps[first : first + size]) / len(steps[first : first + size]) for first in range(0, len(values), size)]
-    ranked = [sorted(part) for part in cut]
-    low, high = ([part[int(share * (len(part) - 1))] for part in ranked] for share in (0.1, 0.9))
-    return x, [sum(part) / len(part) for part in cut], low, high
+    buckets = [slice(start, start + size) for start in range(0, len(values), size)]
+    ranked = [sorted(values[bucket]) for bucket in buckets]
+    low, high = ([bucket[int(share * (len(bucket) - 1))] for bucket in ranked] for share in (0.1, 0.9))
+    means = [statistics.fmean(values[bucket]) for bucket in buckets]
+    return [statistics.fmean(steps[bucket]) for bucket in buckets], means, low, high
 
 
-def _bucketed(x: Points, y: Points, summary: Callable[[Points], float]) -> tuple[Points, Points]:
-    size = max(1, math.ceil(len(x) / BUCKETS))
-    starts = range(0, len(x), size)
-    return [statistics.mean(x[i : i + size]) for i in starts], [float(summary(y[i : i + size])) for i in starts]
+def _bucket(points: Sequence[tuple[int, float]], summary: Callable[[Floats], float]) -> tuple[Floats, Floats]:
+    """Mean step and summary of the values of each bucket."""
+    size = max(1, math.ceil(len(points) / BUCKETS))
+    buckets = [points[start : start + size] for start in range(0, len(points), size)]
+    x = [statistics.fmean(step for step, _ in bucket) for bucket in buckets]
+    return x, [float(summary([value for _, value in bucket])) for bucket in buckets]

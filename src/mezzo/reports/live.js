@@ -1,19 +1,19 @@
-// A page that is served while training asks for itself again and replaces what changed.
-const every = 2000;
+// A page that is served while training fetches itself again and replaces what changed.
+const interval = 2000;
 async function refresh() {
   try {
-    const answer = await fetch(location.href, { cache: "no-store" });
-    if (answer.ok) {
-      const page = new DOMParser().parseFromString(await answer.text(), "text/html");
-      const open = [...document.querySelectorAll("details")].map((part) => part.open);
+    const response = await fetch(location.href, { cache: "no-store" });
+    if (response.ok) {
+      const page = new DOMParser().parseFromString(await response.text(), "text/html");
+      const open = [...document.querySelectorAll("details")].map((details) => details.open);
       const fresh = page.querySelector("main"), old = document.querySelector("main");
       if (fresh && fresh.innerHTML !== old.innerHTML) {
         old.replaceWith(fresh);
         document.title = page.title;
-        document.querySelectorAll("details").forEach((part, place) => { part.open = open[place] || false; });
+        document.querySelectorAll("details").forEach((details, index) => { details.open = open[index] || false; });
       }
     }
-  } catch (error) { /* the server has gone; what is shown stays */ }
-  setTimeout(refresh, every);
+  } catch (error) { /* the server has stopped; keep what is shown */ }
+  setTimeout(refresh, interval);
 }
-setTimeout(refresh, every);
+setTimeout(refresh, interval);

@@ -1,4 +1,4 @@
-"""The charts as files: SVG always, PNG where matplotlib is installed."""
+"""Charts as files: SVG always, PNG if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -10,55 +10,55 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.journal.atomic_files import write_atomically
-from mezzo.reports.charts import Chart, charts_of, comparison_of
-from mezzo.reports.run_data import Story
-from mezzo.reports.svg import COLOURS, draw
+from mezzo.reports.charts import Chart, comparison_charts, run_charts
+from mezzo.reports.run_data import RunData
+from mezzo.reports.svg import COLOURS, render_svg
 
 
-def write_plots(stories: Sequence[Story], folder: Path) -> list[Path]:
-    """One file a chart and format: `NAME.svg`, `NAME.png`; several runs have their names in front."""
-    named = [(chart.key, chart) for chart in (comparison_of(stories) if len(stories) > 1 else [])]
-    for place, story in enumerate(stories, 1):
-        front = f"{place}-{re.sub(r'[^A-Za-z0-9._-]', '_', story.name)}-" if len(stories) > 1 else ""
-        named += [(front + chart.key, chart) for chart in charts_of(story)]
-    written = []
+def write_plots(runs: Sequence[RunData], folder: Path) -> list[Path]:
+    """Write one file per chart and format: `NAME.svg`, `NAME.png`; for several runs the name begins with the run's."""
+    named = [(chart.key, chart) for chart in (comparison_charts(runs) if len(runs) > 1 else [])]
+    for number, run in enumerate(runs, 1):
+        prefix = f"{number}-{re.sub(r'[^A-Za-z0-9._-]', '_', run.name)}-" if len(runs) > 1 else ""
+        named += [(prefix + chart.key, chart) for chart in run_charts(run)]
+    paths = []
     for name, chart in named:
-        for ending, data in [("svg", draw(chart).encode()), *([("png", png(chart))] if can_png() else [])]:
-            path = folder / f"{name}.{ending}"
+        files = {"svg": render_svg(chart).encode(), **({"png": render_png(chart)} if has_matplotlib() else {})}
+        for suffix, data in files.items():
+            path = folder / f"{name}.{suffix}"
             write_atomically(path, data)
-            written.append(path)
-    return written
+            paths.append(path)
+    return paths
 
 
-def can_png() -> bool:
+def has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def png(chart: Chart) -> bytes:
-    """The chart drawn by matplotlib."""
+def render_png(chart: Chart) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes: Any = figure.subplots()
     for series in chart.series:
-        ink = COLOURS[series.colour % len(COLOURS)]
-        axes.plot(series.x, series.y, color=ink, marker="o" if series.style == "points" else "", label=series.name)
+        colour = COLOURS[series.colour % len(COLOURS)]
+        axes.plot(series.x, series.y, color=colour, marker="o" if series.markers else "", label=series.name)
         if series.low and len(series.x) > 1:
-            axes.fill_between(series.x, series.low, series.high, color=ink, alpha=0.16, linewidth=0)
+            axes.fill_between(series.x, series.low, series.high, color=colour, alpha=0.16, linewidth=0)
         elif series.low:
-            axes.vlines(series.x, series.low, series.high, color=ink)
-    for level in chart.levels:
-        axes.axhline(level.y, color=COLOURS[level.colour % len(COLOURS)], linestyle="--", label=level.name)
-    for place, _ in chart.marks:
-        axes.axvline(place, color="black", alpha=0.35, linestyle=":")
+            axes.vlines(series.x, series.low, series.high, color=colour)
+    for baseline in chart.baselines:
+        axes.axhline(baseline.y, color=COLOURS[baseline.colour % len(COLOURS)], linestyle="--", label=baseline.name)
+    for x, _ in chart.vertical_lines:
+        axes.axvline(x, color="black", alpha=0.35, linestyle=":")
     for left, right, share in chart.bars:
         axes.bar(left, share, width=right - left, align="edge", color=COLOURS[0], edgecolor="white")
     if chart.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     if chart.from_zero:
         axes.set_ylim(bottom=0)
-    if len(chart.series) + len(chart.levels) > 1:
+    if len(chart.series) + len(chart.baselines) > 1:
         axes.legend(frameon=False, fontsize="small")
     axes.set(title=chart.title, xlabel=chart.x_label)
     axes.grid(alpha=0.2)

@@ -1,4 +1,4 @@
-"""A run folder, read for a report. The folder may be a stranger's or half written: what is not a number is not drawn."""
+"""A run folder, read for a report. It may be untrusted or half written: steps without finite numbers are left out."""
 
 from __future__ import annotations
 
@@ -6,201 +6,113 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mezzo.evaluation.evaluate import rank
+from mezzo.journal.header import Header
 from mezzo.journal.journal import read
+from mezzo.reports.metrics import Metrics, RecordedEvaluation, finite_number, parse_metrics
 from mezzo.runs.folder import METRICS, Folder
 from mezzo.runs.health import Verdict, verdict
 
-FRESH = 120
-"""Seconds after its last line in which an unfinished run counts as running."""
+RUNNING_SECONDS = 120
+"""An unfinished run counts as running for this long after its last line of metrics."""
 
 
 @dataclass(frozen=True)
-class Look:
-    """One evaluation, of whatever examples."""
-
-    what: str
-    step: int
-    metric: str
-    value: float
-    low: float
-    high: float
-    loss: float
-    n: int
-    calibrated: float
-
-
-@dataclass(frozen=True)
-class Story:
-    """Everything a report says of a run."""
+class RunData:
+    """Everything a report says about a run."""
 
     path: Path
     config: Mapping[str, Any]
-    header: Mapping[str, Any]
+    header: Header
     steps: int
     positions: Sequence[int]
+    """Journal positions after the steps that `losses`, `slopes` and `learning_rates` belong to."""
     losses: Sequence[float]
     slopes: Sequence[Sequence[float]]
-    rates: Sequence[float]
-    seconds: Sequence[tuple[int, float]]
-    memory: Sequence[tuple[int, float]]
-    looks: Sequence[Look]
-    zero_shot: Look | None
-    result: Mapping[str, Any]
-    warnings: Sequence[tuple[int, str, str]]
-    commands: Sequence[str]
+    learning_rates: Sequence[float]
+    metrics: Metrics
     mistakes: Sequence[Mapping[str, Any]]
-    start: Mapping[str, Any] = field(default_factory=dict)
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    """What the engine said of itself at the end: its counters."""
-    failure: str = ""
-    alive: bool = False
+    running: bool
 
     @property
     def name(self) -> str:
         return self.path.resolve().name
 
     @property
-    def planned(self) -> int:
-        return int(number(self.config.get("steps")) or self.steps)
+    def task(self) -> Mapping[str, Any]:
+        return self.header.task
+
+    @property
+    def planned_steps(self) -> int:
+        return int(finite_number(self.config.get("steps")) or self.steps)
 
     @property
     def metric(self) -> str:
-        return next((look.metric for look in (*self.looks, *([self.zero_shot] if self.zero_shot else []))), "accuracy")
+        """The name of the task's metric."""
+        evaluations = (*self.metrics.evaluations, self.metrics.zero_shot)
+        return next((evaluation.metric for evaluation in evaluations if evaluation), "accuracy")
 
     @property
-    def best(self) -> Look | None:
+    def best(self) -> RecordedEvaluation | None:
         """The best dev evaluation, as the trainer chooses it."""
-        return max(self.looks, key=lambda look: rank(look.value, look.loss, look.step), default=None)
+        return max(self.metrics.evaluations, key=lambda each: rank(each.value, each.loss, each.step), default=None)
 
     @property
-    def tested(self) -> Look | None:
-        """The figure the run ends with."""
-        found, interval = self.result, self.result.get("interval")
-        value = number(found.get("value"))
-        if value is None or not isinstance(interval, list) or len(interval) != 2:
-            return None
-        low, high = (number(bound) for bound in interval)
-        what = str(found.get("tested_on", "test"))
-        step, n = (int(number(found.get(key)) or 0) for key in ("best_step", "n_test"))
-        if low is None or high is None:
-            return None
-        return Look(what, step, str(found.get("metric", "")), value, low, high, math.nan, n, math.nan)
-
-    @property
-    def skipped(self) -> int:
+    def skipped_steps(self) -> int:
         return self.steps - len(self.losses)
 
     @property
-    def zero_share(self) -> float:
+    def zero_slope_share(self) -> float:
         return sum(not any(slopes) for slopes in self.slopes) / len(self.slopes) if self.slopes else 0.0
 
     @property
     def speed(self) -> float | None:
-        """Steps a second: the median over steps, which evaluations do not disturb."""
-        pairs = zip(self.seconds, self.seconds[1:], strict=False)
-        gaps = [b - a for (i, a), (j, b) in pairs if j == i + 1 and b > a]
-        return 1 / statistics.median(gaps) if gaps else None
+        """Steps per second: by the median step, which evaluations do not affect."""
+        durations = [seconds for _, seconds in self.metrics.step_durations]
+        return 1 / statistics.median(durations) if durations else None
 
     @property
     def verdict(self) -> Verdict:
-        kinds = {kind for _, kind, _ in self.warnings}
-        if self.failure:
-            return Verdict("diverged" if "not a number" in self.failure else "failed", "bad", self.failure)
-        if not self.result:
-            word = "running" if self.alive else "unfinished"
-            bad = [text for _, kind, text in self.warnings if kind in ("diverging", "no signal", "overfitting")]
-            reason = f"step {self.steps} of {self.planned}" + (f": {bad[-1]}" if bad else "")
-            more = "" if self.alive else f"; continue with: mezzo train --resume {self.path}"
-            return Verdict(word, "bad" if bad else "neutral", reason + more)
-        tested = self.tested
-        before, calibrated = (number(self.result.get(key)) for key in ("zero_shot", "zero_shot_calibrated"))
-        if tested is None:
-            return verdict(kinds, None, None, before, calibrated, 0)
-        return verdict(kinds, tested.value, (tested.low, tested.high), before, calibrated, tested.step)
+        warnings, failure, final = self.metrics.warnings, self.metrics.failure, self.metrics.final
+        if failure:
+            return Verdict("diverged" if "not a number" in failure else "failed", "bad", failure)
+        if not self.metrics.finished:
+            bad = [each.text for each in warnings if each.kind in ("diverging", "no signal", "overfitting")]
+            reason = f"step {self.steps} of {self.planned_steps}" + (f": {bad[-1]}" if bad else "")
+            hint = "" if self.running else f"; continue with: mezzo train --resume {self.path}"
+            return Verdict("running" if self.running else "unfinished", "bad" if bad else "neutral", reason + hint)
+        kinds = {warning.kind for warning in warnings}
+        if final is None:
+            return verdict(kinds, None, None, *self.metrics.baselines, 0)
+        return verdict(kinds, final.value, (final.low, final.high), *self.metrics.baselines, final.step)
 
 
-def number(value: Any) -> float | None:
-    """A finite number, or None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value) if math.isfinite(value) else None
-
-
-def story_of(path: str | Path) -> Story:
+def read_run(path: str | Path) -> RunData:
     """Read a run folder."""
     folder = Folder.open(path)
-    content = read(folder.path)
-    events = folder.metrics()
-    records = [r for r in content.records if r.losses and all(map(math.isfinite, (*r.losses, *r.slopes, r.lr)))]
-    return Story(
+    journal = read(folder.path)
+    records = [r for r in journal.records if r.losses and all(map(math.isfinite, (*r.losses, *r.slopes, r.lr)))]
+    return RunData(
         path=folder.path,
-        config=folder.read_config() or content.header.config,
-        header=content.header.to_dict(),
-        steps=content.steps,
+        config=folder.read_config() or journal.header.config,
+        header=journal.header,
+        steps=journal.steps,
         positions=[record.step + 1 for record in records],
         losses=[sum(record.losses) / len(record.losses) for record in records],
         slopes=[record.slopes for record in records],
-        rates=[record.lr for record in records],
-        seconds=_numbered(events, "seconds"),
-        memory=_numbered(events, "memory_mib"),
-        looks=[look for e in events if e.get("event") == "evaluation" and (look := _look(e, "dev"))],
-        zero_shot=next((look for e in events if e.get("event") == "zero-shot" and (look := _look(e, "test"))), None),
-        result=_last(events, "result"),
-        start=_last(events, "start"),
-        engine=_last(events, "engine"),
-        warnings=[
-            (int(number(e.get("step")) or 0), str(e.get("kind", "note")), str(e.get("text", "")))
-            for e in events
-            if e.get("event") == "warning"
-        ],
-        commands=[str(e.get("text", "")) for e in events if e.get("event") == "command"],
+        learning_rates=[record.lr for record in records],
+        metrics=parse_metrics(folder.metrics()),
         mistakes=folder.mistakes(),
-        failure=_failure(events),
-        alive=_alive(folder.path / METRICS),
+        running=_recently_written(folder.path / METRICS),
     )
 
 
-def _look(entry: Mapping[str, Any], what: str) -> Look | None:
-    interval = entry.get("interval")
-    bounds = [number(bound) for bound in interval] if isinstance(interval, list) else []
-    figures = [number(entry.get(key)) for key in ("step", "value", "loss", "n", "calibrated")]
-    if len(bounds) != 2 or None in bounds or None in figures[:2]:
-        return None
-    step, value, loss, n, calibrated = (math.nan if figure is None else figure for figure in figures)
-    low, high = (float(bound or 0) for bound in bounds)
-    metric = str(entry.get("metric", "accuracy"))
-    return Look(what, int(step), metric, value, low, high, loss, 0 if math.isnan(n) else int(n), calibrated)
-
-
-def _numbered(events: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
-    found = [(number(e.get("step")), number(e.get(key))) for e in events if e.get("event") == "step"]
-    return [(int(step), value) for step, value in found if step is not None and value is not None]
-
-
-def _last(events: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
-    """The last event of that name; a result that was resumed past no longer counts."""
-    found: Mapping[str, Any] = {}
-    for entry in events:
-        if entry.get("event") == name:
-            found = entry
-        elif name == "result" and entry.get("event") == "step":
-            found = {}
-    return found
-
-
-def _failure(events: Sequence[Mapping[str, Any]]) -> str:
-    """What ended the run, if nothing came after it."""
-    last: Mapping[str, Any] = next((e for e in reversed(events) if e.get("event") in ("failed", "start", "result")), {})
-    return str(last.get("text", "")) if last.get("event") == "failed" else ""
-
-
-def _alive(metrics: Path) -> bool:
+def _recently_written(path: Path) -> bool:
     try:
-        return time.time() - metrics.stat().st_mtime < FRESH
+        return time.time() - path.stat().st_mtime < RUNNING_SECONDS
     except OSError:
         return False

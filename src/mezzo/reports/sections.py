@@ -6,181 +6,182 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from html import escape
 from typing import Any
 
 from mezzo.evaluation.evaluate import wilson_interval
 from mezzo.reports import html
-from mezzo.reports.charts import charts_of
-from mezzo.reports.run_data import Look, Story, number
+from mezzo.reports.charts import run_charts
+from mezzo.reports.metrics import Metrics, RecordedEvaluation, finite_number
+from mezzo.reports.run_data import RunData
 
-SHOWN = 8
-"""Mistakes that are seen without opening the rest."""
-
-
-def section(story: Story, among_others: bool) -> str:
-    shown = [_head(story, among_others), _figures(story), _warnings(story)]
-    shown.append(html.heading("Curves") + html.charts(charts_of(story)) if story.losses or story.looks else "")
-    shown += [_evaluations(story), _mistakes(story), _trained(story), _commands(story)]
-    return f"<section>{''.join(shown)}</section>"
+VISIBLE_MISTAKES = 8
+"""Mistakes that are visible without expanding the rest."""
+METHOD_OPTIONS = ("objective", "lr", "schedule", "eps", "batch_size", "samples", "noise", "weight_decay", "seed")
 
 
-def _head(story: Story, among_others: bool) -> str:
-    level = "h2" if among_others else "h1"
-    found = story.verdict
-    data = [f"{int(story.start[key]):,} {key}" for key in ("train", "dev", "test") if number(story.start.get(key))]
-    about = f"{story.config.get('model')} · {_task(story).get('name', '?')} · {', '.join(data)} examples"
+def run_section(run: RunData, one_of_several: bool) -> str:
+    charts = run_charts(run)
+    parts = (
+        _title(run, one_of_several),
+        _figures(run),
+        _warnings(run),
+        html.heading("Curves") + html.chart_grid(charts) if charts else "",
+        _evaluations(run),
+        _mistakes(run),
+        _training_facts(run),
+        _commands(run),
+    )
+    return f"<section>{''.join(parts)}</section>"
+
+
+def _title(run: RunData, one_of_several: bool) -> str:
+    level = "h2" if one_of_several else "h1"
+    verdict = run.verdict
+    data = ", ".join(f"{count:,} {split}" for split, count in run.metrics.examples.items())
+    subtitle = f"{run.config.get('model')} · {run.task.get('name', '?')} · {data} examples"
     return (
-        f'<{level}>{escape(story.name)}</{level}><p class="soft">{escape(about)}</p>'
-        f'<div class="verdict {found.tone}"><strong>{escape(found.word)}</strong>{escape(found.reason)}</div>'
+        f'<{level}>{escape(run.name)}</{level}><p class="soft">{escape(subtitle)}</p>'
+        f'<div class="verdict {verdict.tone}"><strong>{escape(verdict.word)}</strong>{escape(verdict.reason)}</div>'
     )
 
 
-def _figures(story: Story) -> str:
-    """The numbers a person looks for first."""
-    cells: list[tuple[str, str]] = []
-    if (tested := story.tested) is not None:
-        cells.append((f"{tested.what} {tested.metric}, step {tested.step}", f"{tested.value:.1%}"))
-    elif story.best:
-        cells.append((f"best dev {story.metric}, step {story.best.step}", f"{story.best.value:.1%}"))
-    if story.zero_shot:
-        cells.append(("zero-shot", f"{story.zero_shot.value:.1%}"))
-        cells.append(("calibrated zero-shot", f"{story.zero_shot.calibrated:.1%}"))
-    cells.append((f"steps of {story.planned:,}", f"{story.steps:,}"))
-    if story.slopes:
-        cells.append(("steps without a slope", f"{story.zero_share:.1%}"))
-    if story.skipped:
-        cells.append(("skipped steps", str(story.skipped)))
-    if story.speed:
-        cells.append(("steps per second", f"{story.speed:.3g}"))
-    if story.memory:
-        peak = number(story.result.get("memory_mib")) or max(mib for _, mib in story.memory)
-        cells.append(("memory at most", f"{peak:,.0f} MiB"))
-    if (seconds := number(story.result.get("seconds"))) is not None:
-        cells.append(("time", f"{seconds:.0f} s" if seconds < 300 else f"{seconds / 60:.0f} min"))
-    shown = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in cells)
-    return f'<div class="figures">{shown}</div>'
+def _figures(run: RunData) -> str:
+    """The most important numbers."""
+    metrics, figures = run.metrics, list[tuple[str, str]]()
+    if final := metrics.final:
+        figures.append((f"{final.split} {final.metric}, step {final.step}", f"{final.value:.1%}"))
+    elif best := run.best:
+        figures.append((f"best dev {run.metric}, step {best.step}", f"{best.value:.1%}"))
+    if metrics.zero_shot:
+        figures.append(("zero-shot", f"{metrics.zero_shot.value:.1%}"))
+        figures.append(("calibrated zero-shot", f"{metrics.zero_shot.calibrated:.1%}"))
+    figures.append((f"steps of {run.planned_steps:,}", f"{run.steps:,}"))
+    if run.slopes:
+        figures.append(("steps with slope zero", f"{run.zero_slope_share:.1%}"))
+    if run.skipped_steps:
+        figures.append(("skipped steps", str(run.skipped_steps)))
+    if run.speed:
+        figures.append(("steps per second", f"{run.speed:.3g}"))
+    if metrics.peak_memory:
+        figures.append(("peak memory", f"{metrics.peak_memory:,.0f} MiB"))
+    if (seconds := metrics.seconds) is not None:
+        figures.append(("time", f"{seconds:.0f} s" if seconds < 300 else f"{seconds / 60:.0f} min"))
+    cells = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in figures)
+    return f'<div class="figures">{cells}</div>'
 
 
-def _warnings(story: Story) -> str:
+def _warnings(run: RunData) -> str:
     return "".join(
-        f'<p class="warning">step {step}: {escape(text)}</p>' for step, _, text in dict.fromkeys(story.warnings)
+        f'<p class="warning">step {warning.step}: {escape(warning.text)}</p>'
+        for warning in dict.fromkeys(run.metrics.warnings)
     )
 
 
-def _evaluations(story: Story) -> str:
-    rows = list(_zero_shot_rows(story.zero_shot))
-    best = story.best
-    looks = sorted({look.step: look for look in story.looks}.values(), key=lambda look: look.step)
-    for look in looks:
-        chosen = best is not None and look.step == best.step
-        rows.append(_row(f"dev{', best' if chosen else ''}", look, chosen))
-    if (tested := story.tested) is not None:
-        rows.append(_row(f"{tested.what}, final figure", tested, True))
+def _evaluations(run: RunData) -> str:
+    rows = list(_zero_shot_rows(run.metrics.zero_shot))
+    best, by_step = run.best, {evaluation.step: evaluation for evaluation in run.metrics.evaluations}
+    for step, evaluation in sorted(by_step.items()):
+        is_best = best is not None and step == best.step
+        rows.append(_evaluation_row(f"dev{', best' if is_best else ''}", evaluation, is_best))
+    if final := run.metrics.final:
+        rows.append(_evaluation_row(f"{final.split}, final", final, True))
     if not rows:
         return ""
     head = "".join(
-        f'<th class="{"number" if place else ""}">{name}</th>'
-        for place, name in enumerate(("examples", "step", story.metric, "95% interval", "loss", "n"))
+        f'<th class="{"number" if column else ""}">{escape(name)}</th>'
+        for column, name in enumerate(("examples", "step", run.metric, "95% interval", "loss", "n"))
     )
     note = (
-        '<p class="note">Calibrated zero-shot predicts every label equally often, without looking at labels: '
-        "a gain worth the name is a gain over that figure.</p>"
+        '<p class="note">Calibrated zero-shot predicts every label equally often, without using labels: '
+        "a real gain is a gain over that figure.</p>"
     )
     return f'{html.heading("Evaluations")}<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>{note}'
 
 
-def _zero_shot_rows(look: Look | None) -> Iterator[str]:
-    if look is None:
+def _zero_shot_rows(zero_shot: RecordedEvaluation | None) -> Iterator[str]:
+    if zero_shot is None:
         return
-    yield _row("test, zero-shot", look)
-    if math.isfinite(look.calibrated):
-        low, high = (
-            wilson_interval(look.calibrated, look.n) if look.metric == "accuracy" and look.n else (math.nan, math.nan)
-        )
-        calibrated = Look("test", 0, look.metric, look.calibrated, low, high, math.nan, look.n, math.nan)
-        yield _row("test, calibrated zero-shot", calibrated)
+    yield _evaluation_row("test, zero-shot", zero_shot)
+    if math.isfinite(zero_shot.calibrated):
+        value, n = zero_shot.calibrated, zero_shot.n
+        low, high = wilson_interval(value, n) if zero_shot.metric == "accuracy" and n else (math.nan, math.nan)
+        calibrated = replace(zero_shot, step=0, value=value, low=low, high=high, loss=math.nan)
+        yield _evaluation_row("test, calibrated zero-shot", calibrated)
 
 
-def _row(name: str, look: Look, chosen: bool = False) -> str:
-    interval = html.interval(look)
-    loss = f"{look.loss:.3f}" if math.isfinite(look.loss) else "–"
-    cells = "".join(
-        f'<td class="number">{cell}</td>'
-        for cell in (f"{look.step:,}", f"{look.value:.1%}", interval, loss, f"{look.n:,}")
-    )
-    return f'<tr class="{"chosen" if chosen else ""}"><td>{escape(name)}</td>{cells}</tr>'
+def _evaluation_row(name: str, evaluation: RecordedEvaluation, bold: bool = False) -> str:
+    loss = f"{evaluation.loss:.3f}" if math.isfinite(evaluation.loss) else "–"
+    figures = (f"{evaluation.step:,}", f"{evaluation.value:.1%}", html.interval(evaluation), loss, f"{evaluation.n:,}")
+    cells = "".join(f'<td class="number">{figure}</td>' for figure in figures)
+    return f'<tr class="{"chosen" if bold else ""}"><td>{escape(name)}</td>{cells}</tr>'
 
 
-def _mistakes(story: Story) -> str:
-    if not story.mistakes:
+def _mistakes(run: RunData) -> str:
+    if not run.mistakes:
         return ""
-    cards = [_mistake(row) for row in story.mistakes]
-    rest = f"<details><summary>{len(cards) - SHOWN} more</summary>{''.join(cards[SHOWN:])}</details>"
-    more = rest if len(cards) > SHOWN else ""
-    note = '<p class="note">Of the final figure; those the model was surest of come first.</p>'
-    return f"{html.heading('Examples it got wrong')}{note}{''.join(cards[:SHOWN])}{more}"
+    cards = [_mistake(row) for row in run.mistakes]
+    visible, hidden = cards[:VISIBLE_MISTAKES], cards[VISIBLE_MISTAKES:]
+    more = f"<details><summary>{len(hidden)} more</summary>{''.join(hidden)}</details>" if hidden else ""
+    note = '<p class="note">From the final evaluation, most confident first.</p>'
+    return f"{html.heading('Examples it got wrong')}{note}{''.join(visible)}{more}"
 
 
-def _mistake(row: Any) -> str:
+def _mistake(row: Mapping[str, Any]) -> str:
     fields = row.get("fields")
     texts = fields.values() if isinstance(fields, dict) else [fields]
-    sure = number(row.get("sure"))
+    confidence = finite_number(row.get("sure"))
     shown = "".join(f"<p>{escape(str(text))}</p>" for text in texts)
-    return (
-        f'<div class="card mistake">{shown}<div class="soft">said <b>{escape(str(row.get("given")))}</b>'
-        f"{f' ({sure:.0%} sure)' if sure is not None else ''}, right is <b>{escape(str(row.get('right')))}</b></div></div>"
-    )
+    predicted, correct = (escape(str(row.get(key))) for key in ("given", "right"))
+    share = f" ({confidence:.0%} sure)" if confidence is not None else ""
+    answer = f'<div class="soft">predicted <b>{predicted}</b>{share}, correct is <b>{correct}</b></div>'
+    return f'<div class="card mistake">{shown}{answer}</div>'
 
 
-def _trained(story: Story) -> str:
-    tensors = [t for t in story.header.get("tensors", []) if isinstance(t, dict)]
-    kinds = Counter(str(t.get("kind")) for t in tensors)
-    config, task, start = story.config, _task(story), story.start
-    words = task.get("words")
-    labels = task.get("labels")
+def _training_facts(run: RunData) -> str:
+    config, task, metrics = run.config, run.task, run.metrics
+    kinds = Counter(tensor.kind for tensor in run.header.tensors)
+    words, labels = task.get("words"), task.get("labels")
     if isinstance(words, (list, tuple)) and isinstance(labels, (list, tuple)):
-        words = dict(zip(map(str, labels), words, strict=False))
-    method = ("objective", "lr", "schedule", "eps", "batch_size", "samples", "noise", "weight_decay", "seed")
+        words = ", ".join(f"{label} → {word}" for label, word in zip(labels, words, strict=False))
+    parameters = f"{html.count(metrics.trained_parameters)} of {html.count(metrics.parameters)}"
     facts: list[tuple[str, Any]] = [
         ("model", config.get("model")),
         ("space", config.get("space")),
-        ("trained values", f"{html.count(start.get('trained_parameters'))} of {html.count(start.get('parameters'))}"),
+        ("trained parameters", parameters),
         ("tensors", ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())),
         ("template", task.get("template")),
-        ("label words", ", ".join(f"{a} → {b}" for a, b in words.items()) if isinstance(words, dict) else words),
-        *((name.replace("_", " "), config.get(name)) for name in method),
-        ("engine", " ".join(str(start[key]) for key in ("engine", "device") if key in start)),
-        ("prefix cache", _cache(story.engine)),
-        ("torch", start.get("torch")),
-        ("base digest", str(story.header.get("base", ""))[:16]),
-        ("weights digest", str(story.result.get("digest", ""))[:16]),
+        ("label words", words),
+        *((name.replace("_", " "), config.get(name)) for name in METHOD_OPTIONS),
+        ("engine", metrics.engine),
+        ("prefix cache", _prefix_cache(metrics)),
+        ("torch", metrics.torch),
+        ("base digest", run.header.base[:16]),
+        ("weights digest", metrics.digest[:16]),
     ]
-    return f"{html.heading('What was trained')}{html.facts(facts)}"
+    return f"{html.heading('What was trained')}{html.fact_table(facts)}"
 
 
-def _cache(engine: Mapping[str, Any]) -> str:
-    """How many tokens came from the engine's prefix cache, by its own count; nothing where it counts none."""
-    cached, computed = number(engine.get("cached_tokens")), number(engine.get("computed_tokens"))
+def _prefix_cache(metrics: Metrics) -> str:
+    """How many tokens came from the engine's prefix cache; empty for an engine that does not count them."""
+    cached, computed = metrics.cached_tokens, metrics.computed_tokens
     if cached is None or not computed:
         return ""
     return f"{html.count(cached)} tokens of {html.count(cached + computed)} ({cached / (cached + computed):.0%})"
 
 
-def _commands(story: Story) -> str:
-    again = f"mezzo train --config {shlex.quote(str(story.path / 'config.json'))}"
-    typed = "".join(f"<pre>{escape(text)}</pre>" for text in dict.fromkeys(story.commands))
-    asked = typed or '<p class="soft">It was started from Python.</p>'
-    every = "".join(
-        f"<tr><td>{escape(name)}</td><td>{escape(html.text(value))}</td></tr>" for name, value in story.config.items()
+def _commands(run: RunData) -> str:
+    again = f"mezzo train --config {shlex.quote(str(run.path / 'config.json'))}"
+    typed = "".join(f"<pre>{escape(text)}</pre>" for text in dict.fromkeys(run.metrics.commands))
+    typed = typed or '<p class="soft">It was started from Python.</p>'
+    options = "".join(
+        f"<tr><td>{escape(name)}</td><td>{escape(html.plain_text(value))}</td></tr>"
+        for name, value in run.config.items()
     )
     return (
-        f'{html.heading("The exact command")}{asked}<p class="soft">The same run again, in a new folder:</p>'
-        f"<pre>{escape(again)}</pre><details><summary>every option as it was resolved</summary>"
-        f'<div class="scroll"><table class="facts">{every}</table></div></details>'
+        f'{html.heading("The exact command")}{typed}<p class="soft">The same run again, in a new folder:</p>'
+        f"<pre>{escape(again)}</pre>"
+        "<details><summary>all options with their resolved values</summary>"
+        f'<div class="scroll"><table class="facts">{options}</table></div></details>'
     )
-
-
-def _task(story: Story) -> dict[str, Any]:
-    task = story.header.get("task")
-    return task if isinstance(task, dict) else {}

@@ -1,9 +1,10 @@
-"""A chart as SVG text: readable inside the page (whose colours it takes) and as a file of its own."""
+"""Charts as SVG, for use inside the page (with its colours) and as files."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 
 from mezzo.reports.charts import Chart, Series
@@ -11,65 +12,61 @@ from mezzo.reports.charts import Chart, Series
 WIDTH, HEIGHT = 440, 200
 LEFT, RIGHT, BOTTOM = 52, 10, 36
 COLOURS = ("#2563eb", "#d97706", "#15803d", "#7c3aed", "#6b7280", "#0e7490", "#be123c", "#854d0e")
-Scale = Callable[[float], float]
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """From values to places in the picture; `top` is the upper edge of the plot area."""
+
+    x_low: float
+    x_high: float
+    y_low: float
+    y_high: float
+    top: float
+
+    def x(self, value: float) -> float:
+        return LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        return self.top + HEIGHT - (value - self.y_low) / (self.y_high - self.y_low) * HEIGHT
+
+    def points(self, xs: Sequence[float], ys: Sequence[float]) -> list[str]:
+        return [f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in zip(xs, ys, strict=True)]
 
 
 def colour(number: int) -> str:
-    """A colour of the page's own scheme, with a fallback where there is no page."""
-    place = number % len(COLOURS)
-    return f"var(--c{place}, {COLOURS[place]})"
+    """A colour of the page's scheme, with a fallback where there is no page."""
+    index = number % len(COLOURS)
+    return f"var(--c{index}, {COLOURS[index]})"
 
 
-def draw(chart: Chart) -> str:
-    """The whole picture; height grows with the rows of the legend."""
-    rows = _legend(chart)
-    top = 10 + 18 * len(rows)
+def render_svg(chart: Chart) -> str:
+    """The complete picture; its height grows with the rows of the legend."""
+    legend = _legend(chart)
+    top = 10 + 18 * len(legend)
     xs, ys = _values(chart)
     x_low, x_high = _span(xs, chart.x_label == "step")
     y_ticks = ticks(*_span(ys, chart.from_zero))
     x_ticks = [tick for tick in ticks(x_low, x_high) if x_low <= tick <= x_high]
-    y_low, y_high = y_ticks[0], y_ticks[-1]
-
-    def x(value: float) -> float:
-        return LEFT + (value - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
-
-    def y(value: float) -> float:
-        return top + HEIGHT - (value - y_low) / (y_high - y_low) * HEIGHT
-
-    height = top + HEIGHT + BOTTOM
+    axes = _Axes(x_low, x_high, y_ticks[0], y_ticks[-1], top)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-        f'aria-label="{escape(chart.title)}" font-family="system-ui, sans-serif" font-size="13">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + HEIGHT + BOTTOM}" role="img" '
+        f'aria-label="{escape(chart.title)}" font-family="system-ui, sans-serif" font-size="13">',
+        *_grid(chart, x_ticks, y_ticks, axes),
+        *_bars(chart, axes),
+        *_straight_lines(chart, axes),
+        *(part for series in chart.series for part in _curve(chart, series, axes)),
+        *legend,
+        "</svg>",
     ]
-    parts += _grid(chart, x_ticks, y_ticks, x, y, height)
-    for left, right, share in chart.bars:
-        parts.append(
-            f'<rect x="{x(left) + 0.5:.1f}" y="{y(share):.1f}" width="{max(0.5, x(right) - x(left) - 1):.1f}" '
-            f'height="{max(0.0, y(0) - y(share)):.1f}" fill="{colour(0)}"><title>{_number(left)} to {_number(right)}: '
-            f"{share:.1%}</title></rect>"
-        )
-    for place, name in chart.marks:
-        parts.append(
-            f'<line x1="{x(place):.1f}" x2="{x(place):.1f}" y1="{top}" y2="{top + HEIGHT}" stroke="currentColor" '
-            f'opacity="0.35" stroke-dasharray="2 3"><title>{escape(name)}</title></line>'
-        )
-    for level in chart.levels:
-        parts.append(
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(level.y):.1f}" y2="{y(level.y):.1f}" '
-            f'stroke="{colour(level.colour)}" stroke-width="1.5" stroke-dasharray="6 4">'
-            f"<title>{escape(level.name)} {_shown(chart, level.y)}</title></line>"
-        )
-    for series in chart.series:
-        parts += _line(chart, series, x, y)
-    parts += rows
-    return "".join([*parts, "</svg>"])
+    return "".join(parts)
 
 
-def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
-    """Round numbers that cover low to high."""
-    if high - low <= 1e-12 * max(abs(low), abs(high), 1e-290):  # one value, as far as a picture can tell
+def ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """About `count` steps of round numbers that cover low to high."""
+    if high - low <= 1e-12 * max(abs(low), abs(high), 1e-290):  # too close together to tell apart in a picture
         low, high = low - max(0.1 * abs(low), 1e-280), high + max(0.1 * abs(high), 1e-280)
-    raw = (high - low) / wanted
+    raw = (high - low) / count
     size = 10.0 ** math.floor(math.log10(raw))
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -79,8 +76,8 @@ def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
 def _values(chart: Chart) -> tuple[list[float], list[float]]:
     xs = [value for series in chart.series for value in series.x]
     xs += [edge for left, right, _ in chart.bars for edge in (left, right)]
-    ys = [value for s in chart.series for value in (*s.y, *s.low, *s.high)]
-    ys += [level.y for level in chart.levels] + [share for _, _, share in chart.bars]
+    ys = [value for series in chart.series for value in (*series.y, *series.low, *series.high)]
+    ys += [baseline.y for baseline in chart.baselines] + [share for _, _, share in chart.bars]
     return xs, ys
 
 
@@ -90,79 +87,93 @@ def _span(values: Sequence[float], from_zero: bool) -> tuple[float, float]:
     return (low, high) if high - low > 1e-12 * abs(low) else (low, low + max(abs(low), 1.0))
 
 
-def _grid(
-    chart: Chart, x_ticks: Sequence[float], y_ticks: Sequence[float], x: Scale, y: Scale, height: float
-) -> Iterator[str]:
+def _grid(chart: Chart, x_ticks: Sequence[float], y_ticks: Sequence[float], axes: _Axes) -> Iterator[str]:
+    bottom = axes.top + HEIGHT
     for tick in y_ticks:
-        yield (
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="currentColor" '
-            f'opacity="0.13"/><text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end" fill="currentColor">'
-            f"{_shown(chart, tick)}</text>"
-        )
+        y = axes.y(tick)
+        yield _line(LEFT, WIDTH - RIGHT, y, y, 'stroke="currentColor" opacity="0.13"')
+        yield _text(LEFT - 6, y + 4, _format_y(chart, tick), 'text-anchor="end"')
     for tick in x_ticks:
+        x = min(axes.x(tick), WIDTH - RIGHT - 10)
+        yield _text(x, bottom + 16, _format_number(tick), 'text-anchor="middle"')
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    yield _text(middle, bottom + BOTTOM - 4, chart.x_label, 'text-anchor="middle" opacity="0.7"')
+
+
+def _bars(chart: Chart, axes: _Axes) -> Iterator[str]:
+    for left, right, share in chart.bars:
+        x, y, width = axes.x(left), axes.y(share), axes.x(right) - axes.x(left)
         yield (
-            f'<text x="{min(x(tick), WIDTH - RIGHT - 10):.1f}" y="{height - BOTTOM + 16:.1f}" text-anchor="middle" '
-            f'fill="currentColor">{_number(tick)}</text>'
+            f'<rect x="{x + 0.5:.1f}" y="{y:.1f}" width="{max(0.5, width - 1):.1f}" '
+            f'height="{max(0.0, axes.y(0) - y):.1f}" fill="{colour(0)}">'
+            f"<title>{_format_number(left)} to {_format_number(right)}: {share:.1%}</title></rect>"
         )
-    yield (
-        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{height - 4}" text-anchor="middle" fill="currentColor" opacity="0.7">'
-        f"{escape(chart.x_label)}</text>"
-    )
 
 
-def _line(chart: Chart, series: Series, x: Scale, y: Scale) -> Iterator[str]:
-    ink = colour(series.colour)
-    places = list(zip(series.x, series.y, strict=True))
-    if series.low and len(places) > 1:
-        there = [f"{x(a):.1f},{y(b):.1f}" for a, b in zip(series.x, series.high, strict=True)]
-        back = [f"{x(a):.1f},{y(b):.1f}" for a, b in zip(series.x, series.low, strict=True)]
-        yield f'<polygon points="{" ".join(there + back[::-1])}" fill="{ink}" opacity="0.16"/>'
+def _straight_lines(chart: Chart, axes: _Axes) -> Iterator[str]:
+    for step, name in chart.vertical_lines:
+        style = 'stroke="currentColor" opacity="0.35" stroke-dasharray="2 3"'
+        yield _line(axes.x(step), axes.x(step), axes.top, axes.top + HEIGHT, style, name)
+    for baseline in chart.baselines:
+        y = axes.y(baseline.y)
+        style = f'stroke="{colour(baseline.colour)}" stroke-width="1.5" stroke-dasharray="6 4"'
+        yield _line(LEFT, WIDTH - RIGHT, y, y, style, f"{baseline.name} {_format_y(chart, baseline.y)}")
+
+
+def _curve(chart: Chart, series: Series, axes: _Axes) -> Iterator[str]:
+    stroke = colour(series.colour)
+    if series.low and len(series.x) > 1:
+        outline = axes.points(series.x, series.high) + axes.points(series.x, series.low)[::-1]
+        yield f'<polygon points="{" ".join(outline)}" fill="{stroke}" opacity="0.16"/>'
     elif series.low:
-        place, low, high = x(series.x[0]), series.low[0], series.high[0]
+        x, low, high = axes.x(series.x[0]), axes.y(series.low[0]), axes.y(series.high[0])
+        yield _line(x, x, low, high, f'stroke="{stroke}" stroke-width="2"')
+    points = " ".join(axes.points(series.x, series.y))
+    yield f'<polyline points="{points}" fill="none" stroke="{stroke}" stroke-width="2" stroke-linejoin="round"/>'
+    for x, y in zip(series.x, series.y, strict=True) if series.markers else ():
         yield (
-            f'<line x1="{place:.1f}" x2="{place:.1f}" y1="{y(low):.1f}" y2="{y(high):.1f}" stroke="{ink}" '
-            'stroke-width="2"/>'
+            f'<circle cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="3.5" fill="{stroke}">'
+            f"<title>{escape(series.name)}, step {_format_number(x)}: {_format_y(chart, y)}</title></circle>"
         )
-    points = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in places)
-    yield f'<polyline points="{points}" fill="none" stroke="{ink}" stroke-width="2" stroke-linejoin="round"/>'
-    if series.style == "points":
-        for a, b in places:
-            yield (
-                f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="3.5" fill="{ink}">'
-                f"<title>{escape(series.name)}, step {_number(a)}: {_shown(chart, b)}</title></circle>"
-            )
 
 
 def _legend(chart: Chart) -> list[str]:
-    """Names beside their colours, in as many rows as they need; one name alone needs no legend."""
-    entries = [(s.name, s.colour, "") for s in chart.series] + [(v.name, v.colour, "4 2") for v in chart.levels]
+    """Names beside their colours, in as many rows as needed; a single name needs no legend."""
+    entries = [(series.name, series.colour, "") for series in chart.series]
+    entries += [(baseline.name, baseline.colour, "4 2") for baseline in chart.baselines]
     if len(entries) < 2:
         return []
-    rows: list[list[str]] = [[]]
-    place = 4.0
-    for name, ink, dash in entries:
-        shown = name if len(name) <= 30 else name[:29] + "…"
-        need = 30 + 7 * len(shown)
-        if place + need > WIDTH and rows[-1]:
-            rows.append([])
-            place = 4.0
-        high = 13 + 18 * (len(rows) - 1)
-        rows[-1].append(
-            f'<line x1="{place}" x2="{place + 16}" y1="{high - 4}" y2="{high - 4}" stroke="{colour(ink)}" stroke-width="3" '
-            f'stroke-dasharray="{dash}"/><text x="{place + 20}" y="{high}" fill="currentColor">{escape(shown)}</text>'
-        )
-        place += need
-    return ["".join(row) for row in rows]
+    rows, x = [""], 4.0
+    for name, number, dashes in entries:
+        label = name if len(name) <= 30 else name[:29] + "…"
+        width = 30 + 7 * len(label)
+        if x + width > WIDTH and rows[-1]:
+            rows.append("")
+            x = 4.0
+        y = 13 + 18 * (len(rows) - 1)
+        style = f'stroke="{colour(number)}" stroke-width="3" stroke-dasharray="{dashes}"'
+        rows[-1] += _line(x, x + 16, y - 4, y - 4, style) + _text(x + 20, y, label)
+        x += width
+    return rows
 
 
-def _shown(chart: Chart, value: float) -> str:
+def _line(x1: float, x2: float, y1: float, y2: float, style: str, title: str = "") -> str:
+    content = f"<title>{escape(title)}</title>" if title else ""
+    return f'<line x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}" {style}>{content}</line>'
+
+
+def _text(x: float, y: float, text: str, style: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" fill="currentColor" {style}>{escape(text)}</text>'
+
+
+def _format_y(chart: Chart, value: float) -> str:
     if chart.percent:
         text = f"{100 * value:.1f}".rstrip("0").rstrip(".")
         return f"{text}%"
-    return _number(value)
+    return _format_number(value)
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     if value == 0 or 1e-3 <= abs(value) < 1e5:
         return f"{value:.4g}"
     mantissa, _, exponent = f"{value:.2e}".partition("e")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mezzo.config import RunConfig, calls_somebody, from_mapping
+from mezzo.config import OPTIONS, RunConfig, from_mapping, option_names
 from mezzo.engines.base import Engine, Workers
 from mezzo.errors import ConfigError, JournalError
 from mezzo.evaluation.evaluate import Evaluation
@@ -33,11 +33,7 @@ from mezzo.runs.trainer import Limits, MeZOTrainer
 from mezzo.tasks import Task, get_task
 from mezzo.types import Batch
 
-RESUMABLE = (
-    *("steps", "time_limit", "patience", "eval_every", "eval_limit", "snapshot_minutes"),
-    *("device", "threads", "tp", "url", "remote_code", "track"),
-    *("workers", "ray_address", "worker_timeout", "check_workers", "backend"),
-)
+RESUMABLE = option_names(resumable=True)
 """What may change when a run goes on: its limits and its machine."""
 Function = ObjectiveFunction | Reward
 """The user's own objective, given in Python."""
@@ -189,7 +185,7 @@ def _start(
     )
     if isinstance(engine, Workers):
         folder.want_workers(None)  # what was asked of an earlier driver
-        engine.join(
+        engine.attach_run(
             str(folder.snapshots.folder),
             lambda text: events("worker", {"step": trainer.step, "text": text}),
             folder.wanted_workers,
@@ -207,11 +203,11 @@ def _start(
 
 def _was_restarted(config: RunConfig) -> bool:
     """Whether torchrun has started this very run again after a failure: it then continues where its journal ends."""
-    if torchrun.may_restart() and not config.out:
+    if torchrun.may_restart_this_process() and not config.out:
         raise ConfigError(
             "torchrun --max-restarts starts a failed run again, which must then find its own folder: add --out DIR"
         )
-    if not torchrun.restarted() or not holds_run(Path(str(config.out))):
+    if not torchrun.restarted_this_process() or not holds_run(Path(str(config.out))):
         return False
     recorded = read(Path(str(config.out))).header.config
     fixed = {key: value for key, value in config.to_dict().items() if key not in (*RESUMABLE, "out")}
@@ -251,12 +247,12 @@ def _check_same_objective(recorded: str, function: Function | None, name: str | 
 def _refuse_stored_addresses(remembered: dict[str, Any], given: dict[str, Any]) -> None:
     """Network addresses must be named again: a run folder, which may be anybody's, must not choose where prompts and weights
     go, nor whose Ray cluster sends code to this machine."""
-    for name, what in (("url", "the SGLang servers"), ("ray_address", "the Ray cluster")):
-        stored = remembered.get(name)
-        if name not in given and calls_somebody(name, stored):
-            option = f"--{name.replace('_', '-')}"
+    for name, option in OPTIONS.items():
+        value = remembered.get(name)
+        if option.contacts and name not in given and option.contacts(value):
             raise ConfigError(
-                f"this run used {what} {stored!r}; name them again, or others, to resume: {option} ADDRESS"
+                f"this run used {option.flag} {value!r}; name it again, or another, to resume: "
+                f"{option.flag} {option.placeholder}"
             )
 
 

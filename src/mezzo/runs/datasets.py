@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from mezzo.config import RunConfig
+from mezzo.config import OPTIONS, RunConfig
 from mezzo.engines.hf_hub import family_of, load_config
 from mezzo.errors import ConfigError, DataError
 from mezzo.journal.atomic_files import write_atomically
-from mezzo.limits import pairs
 from mezzo.method import noise
 from mezzo.tasks import MLMConfig, Task, bundled_data, get_task, k_shot, load_examples
 from mezzo.types import Example, Family
@@ -35,7 +34,7 @@ class Splits:
 
 def find_task(config: RunConfig, family: Family) -> Task:
     """The configured task, with the run's template and label words where they are given."""
-    mapping = pairs("words", config.words or (), "negative=bad,positive=good")
+    mapping = OPTIONS["words"].split_pairs(config.words)
     return MLMConfig(config.template, cast(Any, mapping) or None).apply(get_task(config.task or "reviews", family))
 
 
@@ -74,7 +73,7 @@ def reading_options(config: RunConfig, given: object = True) -> dict[str, Any]:
 
 def column_names(config: RunConfig) -> dict[str, str]:
     """Task column → column of the data, as the user named them."""
-    return pairs("columns", config.columns, "text=body,label=stars")
+    return OPTIONS["columns"].split_pairs(config.columns)
 
 
 def take_some(examples: list[Example], limit: int | None) -> list[Example]:

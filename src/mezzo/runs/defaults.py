@@ -1,4 +1,4 @@
-"""Settings that depend on the model and the space: the published grids, and what each bundled model ships beside its weights."""
+"""Settings that depend on the model and the space: the published grids, and the settings file of a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from mezzo.config import RunConfig, from_mapping
+from mezzo.config import RunConfig, from_mapping, option_names
+from mezzo.engines import ENGINES
 from mezzo.engines.hf_hub import BUNDLED
 from mezzo.errors import ConfigError, ModelError
 
@@ -33,15 +34,12 @@ PUBLISHED: dict[tuple[str, str], dict[str, float]] = {
 NOISE = {"float32": "rademacher", "float16": "rademacher", "bfloat16": "lowrank"}
 
 
-SERVED = ("lora", "matrices")
-"""Spaces that SGLang trains: what it takes from outside are adapters, and matrices in place."""
-SUITABLE = ("lr", "eps", "weight_decay", "schedule", "batch_size", "steps")
 SETTINGS = "mezzo.json"
-"""The file beside a model's weights that says what suits it."""
+"""The settings file beside a model's weights."""
 
 
 def model_settings(model: str) -> dict[str, Any]:
-    """What the `mezzo.json` of a bundled model, or of a model folder, says by space; empty where there is none."""
+    """The settings by space in the `mezzo.json` of a bundled model or a model folder; empty where there is none."""
     bundled = model.startswith(BUNDLED)
     folder = resources.files("mezzo") / "bundled" / "models" / model.removeprefix(BUNDLED) if bundled else Path(model)
     file = folder / SETTINGS
@@ -53,19 +51,19 @@ def model_settings(model: str) -> dict[str, Any]:
             raise ConfigError("it must hold an object of settings by space")
         return {name: _check_settings(name, value) for name, value in found.items()}
     except (OSError, ValueError, RecursionError, ConfigError) as error:
-        raise ModelError(f"{file} cannot be used: {error}; mend or delete it") from None
+        raise ModelError(f"{file} cannot be used: {error}; fix or delete it") from None
 
 
 def _check_settings(name: str, values: Any) -> Any:
-    """The usual space, or a space's settings as options of a run: a folder may come from a stranger."""
+    """The default space, or the settings of a space, checked as options of a run: the folder may come from anybody."""
     if name == "space":
         if not isinstance(values, str):
             raise ConfigError(f"'space' must be the name of one, not {json.dumps(values)}")
         return values
     if not isinstance(values, dict):
         raise ConfigError(f"{name!r} must be an object of settings, not {json.dumps(values)}")
-    if strange := sorted(set(values) - set(SUITABLE)):
-        raise ConfigError(f"{', '.join(strange)} cannot be set there, only {', '.join(SUITABLE)}")
+    if strange := sorted(set(values) - set(allowed := option_names(per_model=True))):
+        raise ConfigError(f"{', '.join(strange)} cannot be set there, only {', '.join(allowed)}")
     named = {name: value for name, value in values.items() if value is not None}
     return {name: getattr(from_mapping(named), name) for name in named}
 
@@ -73,16 +71,15 @@ def _check_settings(name: str, values: Any) -> Any:
 def apply_defaults(config: RunConfig, family: str) -> RunConfig:
     """Every `None` among the method's options replaced: the bundled model's choice, else the published one."""
     ours = model_settings(config.model)
-    served = config.engine == "sglang"
+    engine = ENGINES[config.engine]
     usual = ours.get("space", "lora")
-    asked: str = config.space or ("lora" if served and usual not in SERVED else usual)
+    asked: str = config.space or (usual if engine.trains(usual) else engine.spaces[0])
     config = config.replace(space=asked)
     space = asked if (family, asked) in PUBLISHED else "full"
-    adapters = served and asked == "matrices"  # its probes are adapters there, which are low-rank
     chosen: dict[str, Any] = {
         "steps": STEPS,
         "schedule": "constant",
-        "noise": "lowrank" if adapters else NOISE[config.dtype],
+        "noise": "lowrank" if asked in engine.low_rank_spaces else NOISE[config.dtype],
         "batch_size": BATCH[family],
         **PUBLISHED[family, space],
     }

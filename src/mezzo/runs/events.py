@@ -1,4 +1,4 @@
-"""What happens in a run, told to everybody who listens: the run folder first, then health, trackers and the observer."""
+"""Events of a run, passed to the run folder first, then to the observer, the trackers and the health checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Observer = Callable[[str, dict[str, Any]], None]
 
 @dataclass
 class Events:
-    """Call it with an event and its values. What `health` finds becomes an event `warning` of its own."""
+    """Call it with an event and its values. Each finding of `health` becomes an event `warning`."""
 
     folder: Folder
     observe: Observer
@@ -29,16 +29,16 @@ class Events:
         self.observe(event, values)
         if event == "warning":
             self.warnings.append(str(values["text"]))
-        for text in self.trackers.tell(event, values):
+        for text in self.trackers.log(event, values):
             self.warn(int(values.get("step", 0)), text)
-        for finding in self.health.see(event, values):
+        for finding in self.health.watch(event, values):
             self.warn(finding.step, finding.text, finding.kind)
 
     def warn(self, step: int, text: str, kind: str = "note") -> None:
         self("warning", {"step": step, "kind": kind, "text": text})
 
     def remember(self, earlier: Sequence[dict[str, Any]]) -> None:
-        """What a resumed run had told before: it is not said twice."""
+        """Replay the events of a resumed run to the health checks, so that no finding is reported twice."""
         for entry in earlier:
             with contextlib.suppress(KeyError, TypeError, ValueError):  # a line that somebody edited
-                list(self.health.see(str(entry.get("event")), entry))
+                list(self.health.watch(str(entry.get("event")), entry))

@@ -1,4 +1,4 @@
-"""A run in layouts that others load: a PEFT adapter, or a whole Hugging Face model."""
+"""Exports that other libraries load: a PEFT adapter, a prefix, or a whole Hugging Face model."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from mezzo.engines.base import Engine
+from mezzo.engines.base import ExportableEngine
 from mezzo.engines.hf_hub import quiet
 from mezzo.errors import ConfigError
-from mezzo.journal.atomic_files import explained
+from mezzo.journal.atomic_files import explain_os_errors
 from mezzo.runs.defaults import SETTINGS, model_settings
 from mezzo.runs.setup import Setup
 
 
-def export_adapter(engine: Any, setup: Setup, out: Path, card: str) -> None:
-    """What was trained, without the base model: LoRA for PEFT, a prefix for `load_prefix`."""
+def export_adapter(engine: ExportableEngine, setup: Setup, out: Path, card: str) -> None:
+    """Write the trained tensors without the base model: LoRA for PEFT, a prefix for `load_prefix`."""
     write = {"lora": _export_lora, "prefix": _export_prefix}.get(engine.space.kind)
     if write is None:
         raise ConfigError(
@@ -31,14 +31,14 @@ def export_adapter(engine: Any, setup: Setup, out: Path, card: str) -> None:
         write(engine, setup, folder)
 
 
-def _export_lora(engine: Any, setup: Setup, folder: Path) -> None:
-    """LoRA tensors as PEFT reads them (`adapter_config.json`, `adapter_model.safetensors`)."""
+def _export_lora(engine: ExportableEngine, setup: Setup, folder: Path) -> None:
+    """LoRA tensors in PEFT's layout (`adapter_config.json`, `adapter_model.safetensors`)."""
     from safetensors.numpy import save
 
     tensors = {
-        f"base_model.model.{name}": np.ascontiguousarray(value) for name, value in _adapter_tensors(engine).items()
+        f"base_model.model.{name}": np.ascontiguousarray(value) for name, value in engine.adapter_tensors().items()
     }
-    modules = sorted({name.split(".lora_")[0] for name in _adapter_tensors(engine)})
+    modules = sorted({name.split(".lora_")[0] for name in engine.adapter_tensors()})
     settings = {
         "peft_type": "LORA",
         "task_type": None,
@@ -49,17 +49,17 @@ def _export_lora(engine: Any, setup: Setup, folder: Path) -> None:
         "bias": "none",
         "target_modules": modules,
         "inference_mode": True,
-        "fan_in_fan_out": bool(engine.transposed),
+        "fan_in_fan_out": engine.stores_transposed,
     }
     (folder / "adapter_model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     _write_json(folder / "adapter_config.json", settings)
 
 
-def _export_prefix(engine: Any, setup: Setup, folder: Path) -> None:
-    """PEFT would put a prefix into the key-value cache, where it moves every token to another position: not the same model."""
+def _export_prefix(engine: ExportableEngine, setup: Setup, folder: Path) -> None:
+    """A format of its own: PEFT puts a prefix into the key-value cache, which shifts the position of every token."""
     from safetensors.numpy import save
 
-    tensors = {name: np.ascontiguousarray(value) for name, value in _adapter_tensors(engine).items()}
+    tensors = {name: np.ascontiguousarray(value) for name, value in engine.adapter_tensors().items()}
     settings = {"format": PREFIX_FORMAT, "base_model_name_or_path": setup.config.model, "tokens": engine.space.tokens}
     (folder / "prefix.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     _write_json(folder / "prefix_config.json", settings)
@@ -73,11 +73,11 @@ def load_prefix(model: Any, folder: str | Path) -> Any:
     return model
 
 
-def export_model(engine: Any, setup: Setup, out: Path, card: str) -> None:
-    """The whole model with the trained tensors in place, its tokenizer, its card and the settings of its base."""
+def export_model(engine: ExportableEngine, setup: Setup, out: Path, card: str) -> None:
+    """Write the whole model with the trained tensors merged, its tokenizer, its card and the settings of its base."""
     with _staging_folder(out, card) as folder:
         with quiet():
-            engine.merged().save_pretrained(folder)
+            engine.merged_model().save_pretrained(folder)
             setup.tokenizer.save_pretrained(folder)
         if settings := model_settings(setup.config.model):
             _write_json(folder / SETTINGS, settings)
@@ -85,16 +85,18 @@ def export_model(engine: Any, setup: Setup, out: Path, card: str) -> None:
 
 @contextlib.contextmanager
 def _staging_folder(out: Path, card: str) -> Iterator[Path]:
-    """A folder to write an export into, which becomes `out`, its card with it, when all is written: complete or absent."""
+    """A temporary folder that becomes `out` when everything, the card included, is written: complete or absent."""
     _refuse_used(out)
-    with explained(out):
+    with explain_os_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))  # nobody can have left a link there
+        staging = Path(
+            tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent)
+        )  # a fresh name: nobody can have put a link there
         staging.chmod(0o755)
         try:
             yield staging
             (staging / "README.md").write_text(card, encoding="utf-8")
-            staging.replace(out)  # an empty folder may be replaced, and _refuse_used has seen that it is one
+            staging.replace(out)  # `out` is absent or empty: _refuse_used checked it
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
@@ -103,16 +105,11 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _adapter_tensors(engine: Any) -> dict[str, Any]:
-    frozen = {name: value.cpu().numpy() for name, value in engine.population.frozen.items()}
-    return {**engine.state(), **frozen}
-
-
 def _refuse_used(out: Path) -> None:
-    """Never write over what is there: it may be a run, or the base model."""
+    """Never overwrite existing files: they may be a run, or the base model."""
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ConfigError(f"{out} exists already; choose another --out, or remove it first")
 
 
 PREFIX_FORMAT = "mezzo-prefix-1"
-EXPORTS: dict[str, Callable[[Engine, Setup, Path, str], None]] = {"adapter": export_adapter, "model": export_model}
+EXPORTS: dict[str, Callable[[Any, Setup, Path, str], None]] = {"adapter": export_adapter, "model": export_model}

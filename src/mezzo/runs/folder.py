@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.errors import ConfigError, JournalError, RunFailed
-from mezzo.journal.atomic_files import explained, finite, refuse_links, write_all, write_atomically
+from mezzo.journal.atomic_files import explain_os_errors, json_safe, refuse_links, write_all, write_atomically
 from mezzo.journal.journal import NAME as JOURNAL
 from mezzo.replay.snapshots import Snapshots
 
@@ -19,11 +19,11 @@ WORKERS = "workers"
 CONFIG = "config.json"
 MISTAKES = "mistakes.jsonl"
 FILES = (JOURNAL, METRICS, CONFIG, MISTAKES, "snapshots")
-LONGEST_NAME = 60
+MAX_NAME = 60
 
 
 class Folder:
-    """A run's files. Everything in it is written by this class, the journal and the snapshots."""
+    """The files of a run. Only this class, the journal and the snapshots write there."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -33,8 +33,8 @@ class Folder:
     @classmethod
     def create(cls, out: str | None, stem: str) -> Folder:
         """A new folder; an existing one must not hold a run."""
-        path = Path(out) if out else _free(Path("runs"), stem)
-        with explained(path):
+        path = Path(out) if out else _free_path(Path("runs"), stem)
+        with explain_os_errors(path):
             path.mkdir(parents=True, exist_ok=True)
             refuse_links(path, FILES)
             if holds_run(path):
@@ -43,7 +43,7 @@ class Folder:
                 )
             if not (path / JOURNAL).is_file() and any(path.iterdir()):
                 raise ConfigError(f"--out {path} is not empty; choose a new folder")
-        return cls(path)  # what has an empty journal died while it was created: nothing in it counts
+        return cls(path)  # a folder with an empty journal is left over from a run that died while it was created
 
     @classmethod
     def open(cls, path: str | Path) -> Folder:
@@ -57,7 +57,7 @@ class Folder:
         write_atomically(self.path / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
 
     def read_config(self) -> dict[str, Any]:
-        """What config.json says; nothing when it is missing or broken, for the journal's header has it too."""
+        """The content of config.json; empty when it is missing or broken, because the journal's header holds the same."""
         try:
             found = json.loads((self.path / CONFIG).read_bytes())
         except (OSError, ValueError, RecursionError):
@@ -65,21 +65,21 @@ class Folder:
         return found if isinstance(found, dict) else {}
 
     def write_mistakes(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """What the tested checkpoint got wrong, one line an example."""
+        """Store the mistakes of the tested checkpoint, one line per example."""
         lines = [json.dumps({"step": step, **row}, ensure_ascii=False) + "\n" for row in rows]
         write_atomically(self.path / MISTAKES, "".join(lines).encode())
 
     def note(self, event: str, values: dict[str, Any]) -> None:
-        """One line of metrics, handed to the operating system at once."""
-        line = json.dumps({"event": event, **finite(values)}).encode() + b"\n"
+        """Append one line of metrics."""
+        line = json.dumps({"event": event, **json_safe(values)}).encode() + b"\n"
         path = self.path / METRICS
-        with explained(path, RunFailed):
+        with explain_os_errors(path, RunFailed):
             if self._metrics < 0:
                 self._metrics = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             write_all(self._metrics, line)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All readable lines; one torn by a crash is passed over."""
+        """All readable lines; a line torn by a crash is ignored."""
         return self._lines(METRICS)
 
     def mistakes(self) -> list[dict[str, Any]]:
@@ -90,7 +90,7 @@ class Folder:
         if not path.is_file():
             return []
         found = []
-        with explained(path):
+        with explain_os_errors(path):
             lines = path.read_bytes().splitlines()
         for line in lines:
             with contextlib.suppress(ValueError, RecursionError):
@@ -98,21 +98,21 @@ class Folder:
         return [entry for entry in found if isinstance(entry, dict)]
 
     def rewind_metrics(self, steps: int) -> list[dict[str, Any]]:
-        """Drop what was noted of steps that the journal does not have; return the rest."""
+        """Drop the metrics of steps that the journal does not have; return the rest."""
         kept = [entry for entry in self.metrics() if _position(entry) <= steps]
         data = b"".join(json.dumps(entry).encode() + b"\n" for entry in kept)
         write_atomically(self.path / METRICS, data)
         return kept
 
     def want_workers(self, count: int | None) -> None:
-        """Ask a running driver for another number of workers; None takes back what was asked."""
+        """Request another number of workers from a running driver; None withdraws the request."""
         if count is None:
             (self.path / WORKERS).unlink(missing_ok=True)
         else:
             write_atomically(self.path / WORKERS, b"%d\n" % count)
 
     def wanted_workers(self) -> int | None:
-        """How many workers were asked for since the run began; None when nobody asked, or not for a number."""
+        """The requested number of workers; None without a valid request."""
         try:
             count = int((self.path / WORKERS).read_bytes())
         except (OSError, ValueError):
@@ -126,19 +126,19 @@ class Folder:
 
 
 def holds_run(path: Path) -> bool:
-    """Whether a run has begun in this folder; what has an empty journal died while it was created."""
+    """Whether a run has begun in this folder. One with an empty journal died while it was created."""
     return (path / JOURNAL).is_file() and (path / JOURNAL).stat().st_size > 0
 
 
 def _position(entry: dict[str, Any]) -> int:
-    """The journal position that an entry speaks of: a step's entry is about the state after it."""
+    """The journal position of an entry; that of a step is the position after it."""
     step = entry.get("step", 0)
     return (step + 1 if entry.get("event") == "step" else step) if isinstance(step, int) else 0
 
 
-def _free(parent: Path, stem: str) -> Path:
-    """A folder of that name beside the others: a task's name is somebody's text, and may hold anything."""
-    stem = re.sub(r"[^\w.-]+", "-", stem).strip(".-")[-LONGEST_NAME:] or "run"
+def _free_path(parent: Path, stem: str) -> Path:
+    """An unused path with that name and a number; the name is cleaned because a task's name may hold anything."""
+    stem = re.sub(r"[^\w.-]+", "-", stem).strip(".-")[-MAX_NAME:] or "run"
     number = 1
     while (parent / f"{stem}-{number}").exists():
         number += 1

@@ -1,4 +1,4 @@
-"""Is a run all right? The three ways it can go wrong are noticed while it trains, and said in one sentence each."""
+"""Health of a run: divergence, no signal and overfitting are detected while it trains, and its verdict at the end."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mezzo.method.objectives import OBJECTIVES
+
 Kind = Literal["diverging", "no signal", "overfitting"]
 RECENT = 10
-"""Steps whose median is "the loss now" for divergence."""
+"""Steps whose median counts as the present loss when divergence is checked."""
 WINDOW = 50
-"""Steps whose mean is the training loss at a place, for comparison with dev."""
-DEAD = 20
-"""Steps in a row without any slope after which there is no signal."""
+"""Steps whose mean counts as the training loss around a step, for comparison with dev."""
+ZERO_SLOPES = 20
+"""Consecutive steps without any slope after which there is no signal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is wrong with a run, and what to do about it."""
+    """A problem of a run, and what to do about it."""
 
     kind: Kind
     step: int
@@ -28,21 +30,21 @@ class Finding:
 
 @dataclass
 class Health:
-    """Sees a run's events one by one and reports each kind of trouble once."""
+    """Watches a run's events and reports each kind of problem once."""
 
     objective: str = "cross_entropy"
     found: list[Finding] = field(default_factory=list)
     _losses: list[float] = field(default_factory=list)
-    _looks: list[tuple[int, float, float]] = field(default_factory=list)
-    _flat: int = 0
-    _zero: int = 0
+    _evaluations: list[tuple[int, float, float]] = field(default_factory=list)
+    """(step, loss, value) on dev."""
+    _zero_streak: int = 0
 
-    def see(self, event: str, values: Mapping[str, Any]) -> Iterator[Finding]:
-        """New findings after an event of the run (`step`, `evaluation`; others say nothing)."""
+    def watch(self, event: str, values: Mapping[str, Any]) -> Iterator[Finding]:
+        """New findings after an event of the run; only `step` and `evaluation` matter."""
         if event == "step" and not values.get("skipped"):
-            checks = self._step(int(values["step"]), float(values["loss"]), [float(g) for g in values["slopes"]])
+            checks = self._check_step(int(values["step"]), float(values["loss"]), [float(g) for g in values["slopes"]])
         elif event == "evaluation":
-            checks = self._look(int(values["step"]), float(values["loss"]), float(values["value"]))
+            checks = self._check_evaluation(int(values["step"]), float(values["loss"]), float(values["value"]))
         else:
             return
         for finding in checks:
@@ -54,47 +56,45 @@ class Health:
     def kinds(self) -> set[str]:
         return {finding.kind for finding in self.found}
 
-    def _step(self, step: int, loss: float, slopes: Sequence[float]) -> Iterator[Finding | None]:
+    def _check_step(self, step: int, loss: float, slopes: Sequence[float]) -> Iterator[Finding | None]:
         self._losses.append(loss)
-        zero = not any(slopes)
-        self._zero += zero
-        self._flat = self._flat + 1 if zero else 0
-        yield self._dead(step)
-        yield self._exploding(step)
+        self._zero_streak = 0 if any(slopes) else self._zero_streak + 1
+        yield self._no_signal(step)
+        yield self._exploding_loss(step)
 
-    def _look(self, step: int, loss: float, value: float) -> Iterator[Finding | None]:
-        self._looks.append((step, loss, value))
-        if len(self._looks) > 1 and math.isfinite(loss):
-            yield self._climbing(step, loss)
+    def _check_evaluation(self, step: int, loss: float, value: float) -> Iterator[Finding | None]:
+        self._evaluations.append((step, loss, value))
+        if len(self._evaluations) > 1 and math.isfinite(loss):
+            yield self._rising_dev_loss(step, loss)
             yield self._overfitting(step, loss, value)
 
-    def _dead(self, step: int) -> Finding | None:
-        if self._flat < DEAD:
+    def _no_signal(self, step: int) -> Finding | None:
+        if self._zero_streak < ZERO_SLOPES:
             return None
-        other = "" if self.objective.endswith("cross_entropy") else ", or --objective cross_entropy"
+        other = "" if is_smooth(self.objective) else ", or --objective cross_entropy"
         return Finding(
             "no signal",
             step,
-            f"the last {DEAD} steps moved nothing: the losses at θ+εz and θ−εz were equal, so every slope was zero. "
+            f"the last {ZERO_SLOPES} steps moved nothing: the losses at θ+εz and θ−εz were equal, so every slope was zero. "
             f"Try a larger --eps or --batch-size{other}; 'mezzo signal' measures what helps",
         )
 
-    def _exploding(self, step: int) -> Finding | None:
-        """Finite losses that grow far beyond the first one, which was measured before any step."""
+    def _exploding_loss(self, step: int) -> Finding | None:
+        """The loss has grown far beyond that of the first step."""
         if len(self._losses) <= RECENT:
             return None
         first, now = self._losses[0], statistics.median(self._losses[-RECENT:])
         return _diverging(step, "loss", first, now) if now > first + max(1.0, abs(first)) else None
 
-    def _climbing(self, step: int, loss: float) -> Finding | None:
-        """The dev loss well above where it began, and the training loss no lower: the steps are too large."""
-        first = self._looks[0][1]
+    def _rising_dev_loss(self, step: int, loss: float) -> Finding | None:
+        """The dev loss is well above its first value and the training loss is no lower: the steps are too large."""
+        first = self._evaluations[0][1]
         early, late = _mean(self._losses[:WINDOW]), _mean(self._losses[-WINDOW:])
         return _diverging(step, "dev loss", first, loss) if loss > 1.2 * first + 0.05 and late >= early else None
 
     def _overfitting(self, step: int, loss: float, value: float) -> Finding | None:
-        """The training loss has gone on falling since dev was best, and dev has become worse."""
-        best, low, at_best = min(self._looks[:-1], key=lambda look: look[1])
+        """The training loss has kept falling since dev was best, and dev has become worse."""
+        best, low, at_best = min(self._evaluations[:-1], key=lambda evaluation: evaluation[1])
         then, now = self._losses[: max(best, WINDOW)][-WINDOW:], self._losses[-WINDOW:]
         margin = max(0.05 * abs(_mean(then)), 2 * _error(then), 2 * _error(now))
         if loss < low + max(0.1 * abs(low), 0.02) or value > at_best or _mean(now) > _mean(then) - margin:
@@ -102,10 +102,15 @@ class Health:
         return Finding(
             "overfitting",
             step,
-            f"overfitting: the training loss goes on falling ({_mean(then):.3g} to {_mean(now):.3g}) while the dev loss has "
+            f"overfitting: the training loss keeps falling ({_mean(then):.3g} to {_mean(now):.3g}) while the dev loss has "
             f"risen from {low:.3g} at step {best} to {loss:.3g}. The best checkpoint is kept and tested; more data, fewer steps "
             "or --patience help",
         )
+
+
+def is_smooth(objective: str) -> bool:
+    """Whether every change of a score changes the objective; the user's own function is not known to be smooth."""
+    return objective in OBJECTIVES and OBJECTIVES[objective].smooth
 
 
 def _diverging(step: int, what: str, first: float, now: float) -> Finding:
@@ -126,12 +131,12 @@ def _error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
 
 
-# ---- the whole run in a word
+# ---- the verdict
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a run: a word or two, whether that is good, and why."""
+    """The outcome of a run: a word or two, whether that is good, and why."""
 
     word: str
     tone: Literal["good", "neutral", "bad"]
@@ -146,7 +151,7 @@ def verdict(
     calibrated: float | None,
     best_step: int,
 ) -> Verdict:
-    """Judge a finished run: its health, and the tested checkpoint against the better of both zero-shot figures."""
+    """The verdict on a finished run, from its findings and from the tested checkpoint against the better zero-shot figure."""
     if value is None or interval is None:
         gain, known = "there was nothing to test it on", False
         better = worse = False

@@ -6,12 +6,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from mezzo.config import from_mapping
+from mezzo.config import from_mapping, option_names
 from mezzo.engines import open_engine
 from mezzo.engines.base import Engine
 from mezzo.errors import ConfigError, JournalError
 from mezzo.evaluation.evaluate import rank
-from mezzo.journal.atomic_files import explained
+from mezzo.journal.atomic_files import explain_os_errors
 from mezzo.journal.compact import MAGIC, import_compact
 from mezzo.journal.journal import Content, read
 from mezzo.replay.replay import bring_to, check_base
@@ -19,24 +19,6 @@ from mezzo.runs.datasets import find_task
 from mezzo.runs.folder import Folder
 from mezzo.runs.setup import Setup, resolve_setup
 from mezzo.tasks import get_task
-
-MACHINE = ("model", "engine", "device", "threads", "micro_batch", "cache_mb", "tp", "url", "remote_code")
-"""What may differ when a journal's weights are rebuilt: where the base model lies and what computes."""
-ASKED = (
-    "task",
-    "template",
-    "words",
-    "max_length",
-    "id_order",
-    "columns",
-    "encoding",
-    "eval_limit",
-    "demonstrations",
-    "max_new_tokens",
-)
-"""What may be asked of the rebuilt weights: another task, another prompt, other data."""
-POOL = ("train", "k", "data_seed")
-"""Where demonstrations come from."""
 
 
 def open_journal(path: str | Path) -> Content:
@@ -46,7 +28,7 @@ def open_journal(path: str | Path) -> Content:
         return read(path)
     if not path.exists():
         raise JournalError(f"{path} does not exist; name a run folder or a journal here, and a model by --model")
-    with explained(path), path.open("rb") as file:
+    with explain_os_errors(path), path.open("rb") as file:
         compact = file.read(len(MAGIC)) == MAGIC
     return import_compact(path) if compact else read(path)
 
@@ -54,7 +36,7 @@ def open_journal(path: str | Path) -> Content:
 def open_base_engine(content: Content, **changes: Any) -> tuple[Engine, Setup]:
     """The engine a journal starts from: its base model with the trained tensors untouched."""
     given = {key: value for key, value in changes.items() if value is not None}
-    refused = sorted(set(given) - {*MACHINE, *ASKED, *POOL})
+    refused = sorted(set(given) - {*option_names(reopen="machine"), *option_names(reopen="question")})
     if refused:
         raise ConfigError(f"{', '.join(refused)} belongs to the run and cannot be changed after it")
     # Weights do not depend on what ran the model: unless an engine is named, this process rebuilds them itself.

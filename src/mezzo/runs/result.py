@@ -33,7 +33,7 @@ class Run:
     stopped: str = ""
     warnings: tuple[str, ...] = field(default=())
     workers: dict[str, Any] | None = None
-    """What working in parallel took: their number, bytes, the share of time they waited, and how many were lost."""
+    """Statistics of parallel workers: their number, bytes exchanged, share of time spent waiting, workers lost."""
     verdict: str = ""
     memory_mib: int = 0
 
@@ -50,7 +50,7 @@ class Run:
     __repr__ = __str__
 
     def table(self) -> list[tuple[str, str]]:
-        """The summary as (what, figure) rows."""
+        """The summary as (name, figure) rows."""
         rows = [("run", self.out), ("steps", f"{self.steps} ({self.stopped})")]
         if self.value is not None:
             low, high = self.interval or (self.value, self.value)
@@ -75,7 +75,7 @@ class Run:
         return [*rows, ("report", f"mezzo report {self.out}")]
 
     def _repr_html_(self) -> str:
-        """As a notebook shows it."""
+        """The table for a notebook."""
         rows = (f"<tr><th style='text-align:left'>{escape(a)}</th><td>{escape(b)}</td></tr>" for a, b in self.table())
         return f"<table>{''.join(rows)}</table>"
 

@@ -102,12 +102,18 @@ class Session:
 
     # ---- running
 
+    def train(self) -> Run:
+        """Run to the end and return the result."""
+        for _ in self.records():
+            pass
+        return self.result()
+
     def records(self) -> Iterator[StepRecord]:
         """Train; each record is in the metrics when it is yielded."""
         try:
             for record in self.trainer.run():
-                cost = self.engine.step_cost() if isinstance(self.engine, Workers) else {}
-                self.events("step", _step_metrics(record, time.monotonic() - self.start_time) | cost)
+                stats = self.engine.step_stats() if isinstance(self.engine, Workers) else {}
+                self.events("step", _step_metrics(record, time.monotonic() - self.start_time) | stats)
                 self._warn_if_too_slow(record)
                 yield record
         except BaseException as error:
@@ -179,7 +185,7 @@ class Session:
             forward_passes=sum(len(record.losses) for record in records),
             stopped=trainer.stopped,
             warnings=tuple(self.events.warnings),
-            workers=self.engine.total_cost() if isinstance(self.engine, Workers) else None,
+            workers=self.engine.run_stats() if isinstance(self.engine, Workers) else None,
             verdict=self._verdict(tested, best),
             memory_mib=round(memory.peak()),
         )

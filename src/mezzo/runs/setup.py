@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, cast
 
 from mezzo.config import RunConfig
-from mezzo.engines import open_engine
+from mezzo.engines import ENGINES, open_engine
 from mezzo.engines.base import Engine, EngineSpec
 from mezzo.engines.hf_hub import family_of, load_config, load_tokenizer, longest_input
 from mezzo.errors import ConfigError, ModelError
@@ -18,11 +18,11 @@ from mezzo.evaluation.evaluate import DetailedEvaluation, Evaluation, evaluate, 
 from mezzo.evaluation.rewards import TEXT_METRICS, Reward, RewardObjective, is_text_reward
 from mezzo.method import noise
 from mezzo.method.objectives import OBJECTIVES, Objective, ObjectiveFunction, get_objective, import_function
-from mezzo.method.space import Space
+from mezzo.method.space import ADAPTERS, Space
 from mezzo.runs.datasets import Splits, find_task, load_splits
 from mezzo.runs.defaults import apply_defaults
 from mezzo.tasks import Encoder, Task
-from mezzo.tasks.tokens import Tokens
+from mezzo.tasks.tokenizer import TokenizerWrapper
 from mezzo.types import Example, Family, Prompt, Readout
 
 
@@ -114,7 +114,7 @@ class Setup:
             rows=config.micro_batch or config.batch_size or 64,
             fewer_rows=config.micro_batch is None,
             classes=self.readout.classes,
-            noise_kind=noise.dense_kind(config.noise or "rademacher"),
+            noise_kind=noise.get_noise(config.noise).kind,
             seed=config.seed,
             pad_id=self.pad_id,
             cache_mb=config.cache_mb,
@@ -175,9 +175,9 @@ def resolve_setup(config: RunConfig, task: Task | None = None) -> Setup:
     model_config = load_config(config.model, config.remote_code)
     family = family_of(model_config)
     config = apply_defaults(config, family)
-    if config.quantize and config.space not in ("lora", "prefix"):
+    if config.quantize and config.space not in ADAPTERS:
         raise ConfigError(
-            f"a quantised base stays as it is: --quantize goes with --space lora or prefix, not {config.space!r}"
+            f"a quantised base stays as it is: --quantize goes with --space {' or '.join(ADAPTERS)}, not {config.space!r}"
         )
     longest = longest_input(model_config)
     if config.space == "prefix" and longest is not None and config.prefix_tokens > longest:
@@ -185,6 +185,8 @@ def resolve_setup(config: RunConfig, task: Task | None = None) -> Setup:
             f"--prefix-tokens {config.prefix_tokens} is more than the {longest} tokens {config.model} can read"
         )
     task = task or find_task(config, family)
+    if task.kind == "generation" and not ENGINES[config.engine].generates:
+        raise ConfigError(f"task {task.name!r} needs generated text, which the {config.engine} engine does not produce")
     tokenizer = load_tokenizer(config.model, config.remote_code)
     size = getattr(model_config, "vocab_size", None)
     vocabulary = size if isinstance(size, int) else None
@@ -205,7 +207,7 @@ def make_space(config: RunConfig) -> Space:
         tokens=config.prefix_tokens,
         only=config.only,
         layers=config.layers,
-        noise_rank=config.noise_rank if config.noise == "lowrank" else 0,
+        noise_rank=config.noise_rank if noise.get_noise(config.noise).low_rank else 0,
         decay=config.decay,
     )
 
@@ -217,7 +219,7 @@ def _max_length(config: RunConfig, task: Task, longest: int | None, tokenizer: A
     if config.max_length is not None and config.max_length > longest:
         raise ConfigError(f"--max-length {config.max_length} is more than the {longest} tokens {config.model} can read")
     factor = 2 if config.demonstrations else 1
-    limit = min(longest, Tokens(tokenizer).limit or longest)
+    limit = min(longest, TokenizerWrapper(tokenizer).max_length or longest)
     return config.max_length or (limit if task.max_length * factor > longest else None)
 
 

@@ -1,4 +1,4 @@
-"""Experiment trackers that others wrote: TensorBoard, Weights & Biases, trackio. One that fails is left out; the run goes on."""
+"""Experiment trackers: TensorBoard, Weights & Biases, trackio. A tracker that fails is dropped; the run goes on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INSTALL = {"tensorboard": "mezzo[tensorboard]", "wandb": "wandb", "trackio": "tr
 
 
 class Sink(Protocol):
-    """What a tracker is asked to do."""
+    """What is needed of a tracker."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -25,7 +25,7 @@ class Sink(Protocol):
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Before anything is loaded: a tracker that is not there cannot be asked for."""
+    """Refuse trackers whose package is missing, before anything is loaded."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"--track {name} needs a package that is not installed: pip install '{INSTALL[name]}'")
@@ -33,23 +33,23 @@ def check_installed(names: Sequence[str]) -> None:
 
 @dataclass
 class Trackers:
-    """All trackers of a run. Nothing they do can raise."""
+    """All trackers of a run. None of their errors is raised."""
 
     sinks: dict[str, Sink] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
 
     def start(self, names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> None:
         for name in names:
-            self._guarded(name, partial(self._open, name, folder, config))
+            self._guard(name, partial(self._open, name, folder, config))
 
     def _open(self, name: str, folder: Path, config: Mapping[str, Any]) -> None:
         self.sinks[name] = _OPEN[name](folder, config)
 
-    def tell(self, event: str, values: Mapping[str, Any]) -> Iterator[str]:
-        """Hand the event's figures on; what went wrong comes back as text, once a tracker."""
-        step, figures = figures_of(event, values)
+    def log(self, event: str, values: Mapping[str, Any]) -> Iterator[str]:
+        """Pass the event's figures on; yields a message for each tracker that failed."""
+        step, figures = event_figures(event, values)
         for name, sink in list(self.sinks.items()) if figures else ():
-            self._guarded(name, partial(sink.log, step, figures))
+            self._guard(name, partial(sink.log, step, figures))
         if event in ("result", "failed"):
             self.close()
         while self.failed:
@@ -58,19 +58,19 @@ class Trackers:
     def close(self) -> None:
         for name, sink in list(self.sinks.items()):
             self.sinks.pop(name)
-            self._guarded(name, sink.close)
+            self._guard(name, sink.close)
 
-    def _guarded(self, name: str, call: Callable[[], Any]) -> None:
+    def _guard(self, name: str, call: Callable[[], Any]) -> None:
         try:
             call()
-        except Exception as error:  # whatever a tracker does wrong, the run is worth more
+        except Exception as error:  # an error of a tracker must not end the run
             self.sinks.pop(name, None)
             about = (str(error).strip().splitlines() or [type(error).__name__])[0]
             self.failed.append(f"the tracker {name} failed and is left out from here on: {about[:200]}")
 
 
-def figures_of(event: str, values: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
-    """The journal position an event speaks of, and its figures by name."""
+def event_figures(event: str, values: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
+    """The journal position of an event, and its figures by name."""
     step = int(values.get("step", 0))
     if event == "step":
         slopes = [abs(float(slope)) for slope in values["slopes"]]
@@ -107,7 +107,7 @@ class TensorBoard:
 
 
 class Service:
-    """wandb, and trackio, which has the same functions. The project is `mezzo`, the run is named after its folder."""
+    """wandb, and trackio, which has the same functions. The project is `mezzo`; the run is named after its folder."""
 
     def __init__(self, module: str, folder: Path, config: Mapping[str, Any]) -> None:
         self._module = importlib.import_module(module)

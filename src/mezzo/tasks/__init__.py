@@ -1,4 +1,4 @@
-"""Tasks: what to ask of a model about a row of data. Templates, label words, data loading, sampling and encoding.
+"""Tasks: what to ask a model about a row of data. Templates, label words, data loading, sampling and encoding.
 
 A task is data. `get_task` finds one, `load_examples` reads rows for it, `Encoder` turns rows into prompts.
 """

@@ -1,4 +1,4 @@
-"""The tasks that come with mezzo, as data. A new task is a row here and nothing else."""
+"""The tasks that come with mezzo, as data. A new task is one entry here and nothing else."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T3 = "*cls**sent_0**mask*,*+sentl_1**sep+*"
 T4 = "*cls**sent_0*_This_is*mask*.*sep+*"
 T5 = "*cls**mask*:*+sent_0**sep+*"
 
-Row = dict[str, Any]
+Fields = dict[str, Any]
 
 
-def _orders(hub: tuple[str, ...], lm_bff: tuple[str, ...] | None = None) -> Row:
+def _id_orders(hub: tuple[str, ...], lm_bff: tuple[str, ...] | None = None) -> Fields:
     """Id orders of the Hugging Face hub and of LM-BFF's files; one order when both agree."""
     return {"id_orders": {"hub": hub, "lm-bff": lm_bff or hub}}
 
@@ -27,36 +27,36 @@ _SAME = ("not_duplicate", "duplicate")
 _TREC = ("description", "entity", "expression", "human", "location", "number")
 _TREC_HUB = ("expression", "entity", "description", "human", "location", "number")
 
-_SENTENCE: Row = {"columns": ("text",), "max_length": 128}
-_PAIR: Row = {"columns": ("premise", "hypothesis"), "max_length": 256}
-_SENTIMENT: Row = {
+_SENTENCE: Fields = {"columns": ("text",), "max_length": 128}
+_PAIR: Fields = {"columns": ("premise", "hypothesis"), "max_length": 256}
+_SENTIMENT: Fields = {
     **_SENTENCE,
     "template": T1,
     "labels": _POLARITY,
     "words": ("terrible", "great"),
     "label_aliases": {"neg": "negative", "pos": "positive"},
-    **_orders(_POLARITY),
+    **_id_orders(_POLARITY),
 }
-_ENTAIL_3: Row = {
+_ENTAIL_3: Fields = {
     **_PAIR,
     "template": T2,
     "labels": _NLI,
     "words": ("No", "Yes", "Maybe"),
-    **_orders(("entailment", "neutral", "contradiction"), _NLI),
+    **_id_orders(("entailment", "neutral", "contradiction"), _NLI),
 }
-_ENTAIL_2: Row = {**_PAIR, "template": T2, "labels": _RTE, "words": ("Yes", "No"), **_orders(_RTE)}
-_PARAPHRASE: Row = {
+_ENTAIL_2: Fields = {**_PAIR, "template": T2, "labels": _RTE, "words": ("Yes", "No"), **_id_orders(_RTE)}
+_PARAPHRASE: Fields = {
     "template": T3,
     "labels": _SAME,
     "words": ("No", "Yes"),
     "metric": "f1",
     "max_length": 128,
     "label_aliases": {"not_equivalent": "not_duplicate", "equivalent": "duplicate"},
-    **_orders(_SAME),
+    **_id_orders(_SAME),
 }
-_FACT: Row = {"premise": "A man is playing a guitar on stage.", "hypothesis": "Someone is making music."}
+_FACT: Fields = {"premise": "A man is playing a guitar on stage.", "hypothesis": "Someone is making music."}
 
-MASKED: dict[str, Row] = {
+MASKED: dict[str, Fields] = {
     "sst-2": {**_SENTIMENT, "sample": {"text": "a warm and witty little film ."}},
     "mr": {**_SENTIMENT, "sample": {"text": "the jokes arrive late and leave early ."}},
     "cr": {**_SENTIMENT, "sample": {"text": "the battery lasts for two full days ."}},
@@ -66,7 +66,7 @@ MASKED: dict[str, Row] = {
         "template": T1,
         "labels": _DEGREES,
         "words": ("terrible", "bad", "okay", "good", "great"),
-        **_orders(_DEGREES),
+        **_id_orders(_DEGREES),
         "sample": {"text": "pleasant enough , and soon forgotten ."},
     },
     "subj": {
@@ -74,7 +74,7 @@ MASKED: dict[str, Row] = {
         "template": T4,
         "labels": ("subjective", "objective"),
         "words": ("subjective", "objective"),
-        **_orders(("objective", "subjective"), ("subjective", "objective")),
+        **_id_orders(("objective", "subjective"), ("subjective", "objective")),
         "sample": {"text": "two brothers return to their village ."},
     },
     "cola": {
@@ -84,7 +84,7 @@ MASKED: dict[str, Row] = {
         "words": ("incorrect", "correct"),
         "metric": "matthews",
         "layout": ("", "label", "", "text"),
-        **_orders(("unacceptable", "acceptable")),
+        **_id_orders(("unacceptable", "acceptable")),
         "sample": {"text": "The keys was left on the table."},
     },
     "trec": {
@@ -102,7 +102,7 @@ MASKED: dict[str, Row] = {
             "num": "number",
             "numeric": "number",
         },
-        **_orders(_TREC_HUB, _TREC),
+        **_id_orders(_TREC_HUB, _TREC),
         "sample": {"text": "Which river runs through Vienna ?"},
     },
     "mnli": {**_ENTAIL_3, "sample": _FACT},
@@ -133,17 +133,17 @@ MASKED: dict[str, Row] = {
     "pairs": {**_ENTAIL_3, "sample": _FACT},
 }
 
-_CAUSAL: Row = {"family": "causal", "max_length": 2048}
-_FALSE_TRUE: Row = {
+_CAUSAL: Fields = {"family": "causal", "max_length": 2048}
+_FALSE_TRUE: Fields = {
     **_CAUSAL,
     "labels": ("false", "true"),
     "words": ("No", "Yes"),
     "label_aliases": {"no": "false", "yes": "true"},
     "id_orders": {"hub": ("false", "true")},
 }
-_QUESTION: Row = {**_CAUSAL, "kind": "generation", "metric": "f1", "label_column": "answers", "answer_end": "\n"}
+_QUESTION: Fields = {**_CAUSAL, "kind": "generation", "metric": "f1", "label_column": "answers", "answer_end": "\n"}
 
-CAUSAL: dict[str, Row] = {
+CAUSAL: dict[str, Fields] = {
     "sst-2": {**MASKED["sst-2"], **_CAUSAL, "template": "{text} It was"},
     "reviews": {**MASKED["reviews"], **_CAUSAL, "template": "{text} It was", "words": ("terrible", "great")},
     "rte": {

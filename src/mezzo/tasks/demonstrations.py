@@ -16,27 +16,28 @@ class Demonstrations:
 
     def __init__(self, task: Task, pool: Sequence[Example], seed: int = 0) -> None:
         if task.kind != "classification":
-            raise TaskError(f"task {task.name!r} is a {task.kind}; demonstrations need a task with labels")
+            raise TaskError(f"task {task.name!r} is a {task.kind} task; demonstrations need a task with labels")
         self.task, self.seed = task, seed
         self.by_label: list[list[tuple[Example, list[str]]]] = [[] for _ in task.labels]
         for example in pool:
             if example.label >= 0:
                 self.by_label[example.label].append((example, task.texts(example)))
-        for label, found in zip(task.labels, self.by_label, strict=True):
-            if not found:
+        for label, examples in zip(task.labels, self.by_label, strict=True):
+            if not examples:
                 raise TaskError(f"no demonstration of label {label!r}; give at least one example per label")
 
     def choose(self, example: Example, index: int | None = None, sampling: int = 0) -> list[Example]:
         """One example per label, in label order. Samplings of one example differ until its pool is used up.
 
-        Without an index, a checksum of the example's texts stands for it, so that batching changes nothing.
+        Without an index, a checksum of the example's texts replaces it, so that batching changes nothing.
         """
         texts = self.task.texts(example)
         key = index if index is not None else zlib.crc32("\x1f".join(texts).encode())
-        return [self._pick(label, texts, f"{self.seed}/{key}/{label}", sampling) for label in range(len(self.by_label))]
+        labels = range(len(self.by_label))
+        return [self._choose_one(label, texts, f"{self.seed}/{key}/{label}", sampling) for label in labels]
 
-    def _pick(self, label: int, texts: list[str], key: str, sampling: int) -> Example:
-        others = [other for other, its_texts in self.by_label[label] if its_texts != texts]
+    def _choose_one(self, label: int, texts: list[str], key: str, sampling: int) -> Example:
+        others = [other for other, other_texts in self.by_label[label] if other_texts != texts]
         if not others:
             name = self.task.labels[label]
             raise TaskError(f"the only demonstration of label {name!r} is the example itself; give at least two")

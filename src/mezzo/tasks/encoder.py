@@ -1,51 +1,52 @@
-"""The encoder: an example becomes ids, the position that is read, and the candidates that are scored."""
+"""The encoder: turns an example into token ids, the position that is read, and the candidates that are scored."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from mezzo.errors import TaskError, nearest
 from mezzo.tasks import templates
 from mezzo.tasks.demonstrations import Demonstrations
-from mezzo.tasks.label_words import distinct, label_words, word_ids
+from mezzo.tasks.label_words import distinct_ids, label_word_ids, word_ids
 from mezzo.tasks.registry import get_task
 from mezzo.tasks.task import Task
 from mezzo.tasks.template_ast import (
     MASK,
     LabelWord,
-    Piece,
-    Pieces,
+    Node,
+    Nodes,
     Slot,
-    Special,
+    SpecialToken,
+    Text,
     append_demonstrations,
-    demonstration,
-    needs_demonstrations,
+    contains_demonstrations,
+    demonstration_index,
     prepend_demonstrations,
 )
-from mezzo.tasks.template_ast import Literal as Text
-from mezzo.tasks.tokens import Ids, Tokenizer, Tokens
-from mezzo.tasks.truncation import fit
+from mezzo.tasks.tokenizer import Ids, Tokenizer, TokenizerWrapper
+from mezzo.tasks.truncation import truncate_lengths
 from mezzo.types import Batch, Example, Prompt, Readout
 
 ReadoutName = Literal["auto", "words", "head", "candidates"]
-_READOUTS = ("auto", "words", "head", "candidates")
+READOUTS: tuple[str, ...] = get_args(ReadoutName)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A piece with what is known of it before any example is seen."""
+class _PreparedNode:
+    """A template node with everything that does not depend on the example."""
 
-    piece: Piece
-    glued: bool
+    node: Node
+    continues: bool
+    """It directly follows other text."""
     segment: int
     ids: Ids | None
-    """None: it depends on the example."""
+    """None: they depend on the example."""
 
 
 class Encoder:
-    """Encodes examples of `task` for the model that `tokenizer` belongs to.
+    """Encodes examples of `task` for the model of `tokenizer`.
 
     Texts are cut to fit `max_length` (the task's, unless given), the template never. `demonstrations` is a pool of
     labelled examples; one per label joins each prompt, chosen by (`seed`, example index, sampling number): `demo_choice`
@@ -63,38 +64,36 @@ class Encoder:
         seed: int = 0,
     ) -> None:
         self.task = get_task(task)
-        self.tokens = Tokens(tokenizer)
+        self.tokenizer = TokenizerWrapper(tokenizer)
         try:
             self.readout = self._choose_readout(readout, vocabulary)
-            self._demos = Demonstrations(self.task, demonstrations, seed) if demonstrations else None
-            self._answers = self._label_answers()
-            self._parts = self._plan()
-            self._fixed = max(1, sum(self._most(part) for part in self._parts))
-            self.max_length = self._choose_length(max_length)
+            self._demonstrations = Demonstrations(self.task, demonstrations, seed) if demonstrations else None
+            self._label_ids = self._encode_labels()
+            self._nodes = self._prepare_nodes()
+            self._template_length = max(1, sum(self._max_template_tokens(prepared) for prepared in self._nodes))
+            self.max_length = self._choose_max_length(max_length)
         except TaskError as error:
             prefix = f"task {self.task.name!r}: "
             raise TaskError(prefix + str(error).removeprefix(prefix)) from None
 
-    # --- use
-
     def encode(self, example: Example, demo_choice: int | tuple[int, int] | None = None) -> Prompt:
         """The prompt of one example."""
-        shots = self._shots(example, demo_choice)
-        texts = [text for each in (example, *shots) for text in self.task.texts(each)]
-        candidates = self._candidates(example)
-        pieces = [self._ids(part, texts, shots) for part in self._parts]
+        demonstrations = self._choose_demonstrations(example, demo_choice)
+        texts = [text for each in (example, *demonstrations) for text in self.task.texts(each)]
+        candidates = self._encode_candidates(example)
+        node_ids = [self._encode_node(prepared, texts, demonstrations) for prepared in self._nodes]
         longest = max((len(ids) for ids in candidates), default=0)
-        self._shorten(pieces, self.max_length - longest)
-        if not any(pieces):  # an empty causal prompt: something must be there to predict from
-            pieces[0] = self.tokens.special("bos")
-        ids = tuple(i for piece in pieces for i in piece)
-        assert len(ids) + longest <= self.max_length
+        self._truncate(node_ids, self.max_length - longest)
+        if not any(node_ids):  # an empty causal prompt: there must be a token to predict from
+            node_ids[0] = self.tokenizer.special_token("bos")
+        prompt_ids = tuple(token for ids in node_ids for token in ids)
+        assert len(prompt_ids) + longest <= self.max_length
         return Prompt(
-            ids=ids,
+            ids=prompt_ids,
             label=self._label(example, candidates),
-            position=self._position(pieces),
-            candidates=candidates if self.readout.kind == "candidates" else (),
-            segments=tuple(part.segment for part, piece in zip(self._parts, pieces, strict=True) for _ in piece),
+            position=self._readout_position(node_ids),
+            candidates=candidates,
+            segments=tuple(prepared.segment for prepared, ids in zip(self._nodes, node_ids, strict=True) for _ in ids),
             answers=tuple(self.task.answers(example)) if self.task.kind == "generation" else (),
         )
 
@@ -104,147 +103,150 @@ class Encoder:
 
     def render(self, example: Example, demo_choice: int | tuple[int, int] | None = None) -> str:
         """The prompt as the model sees it, special tokens and truncation included."""
-        ids = list(self.encode(example, demo_choice).ids)
-        return self.tokens.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(self.encode(example, demo_choice).ids)
 
-    # --- decided once
+    # --- once per encoder
 
-    def _choose_readout(self, asked: str, vocabulary: bool) -> Readout:
+    def _choose_readout(self, name: str, vocabulary: bool) -> Readout:
         task = self.task
-        if asked not in _READOUTS:
-            raise TaskError(f"unknown readout {asked!r}; use one of {', '.join(_READOUTS)}{nearest(asked, _READOUTS)}")
-        if asked == "head":
+        if name not in READOUTS:
+            raise TaskError(f"unknown readout {name!r}; use one of {', '.join(READOUTS)}{nearest(name, READOUTS)}")
+        if name == "head":
             if task.kind != "classification":
-                raise TaskError(f"a head needs labels, and the task is a {task.kind}; use --readout candidates")
+                raise TaskError(f"a head needs labels, but this is a {task.kind} task; use --readout candidates")
             return Readout("head", classes=len(task.labels), vocabulary=vocabulary)
         if task.family == "masked":
-            if asked == "candidates":
+            if name == "candidates":
                 raise TaskError("candidates are continuations of a causal model; use --readout words")
-            self.tokens.special("mask")
-            return Readout("words", words=label_words(self.tokens, task), vocabulary=vocabulary)
-        answers = self._label_answers() if task.kind == "classification" else ()
-        single = bool(answers) and all(len(ids) == 1 and ids[0] != self.tokens.unk for ids in answers)
-        if asked == "words" and not single:
+            self.tokenizer.special_token("mask")
+            return Readout("words", words=label_word_ids(self.tokenizer, task), vocabulary=vocabulary)
+        answers = self._encode_labels()
+        single_tokens = bool(answers) and all(len(ids) == 1 and ids[0] != self.tokenizer.unk_id for ids in answers)
+        if name == "words" and not single_tokens:
             raise TaskError("--readout words needs answers of one token each; use --readout candidates")
-        if single and asked != "candidates":
-            return Readout("words", words=distinct(task, (ids[0] for ids in answers)), vocabulary=vocabulary)
+        if single_tokens and name != "candidates":
+            return Readout("words", words=distinct_ids(task, (ids[0] for ids in answers)), vocabulary=vocabulary)
         return Readout("candidates", vocabulary=vocabulary)
 
-    def _label_answers(self) -> tuple[Ids, ...]:
-        """What fills each label's place: its word (masked), or its answer as it continues the prompt (causal)."""
+    def _encode_labels(self) -> tuple[Ids, ...]:
+        """What stands for each label: its word (masked), or its answer as it continues the prompt (causal)."""
         task = self.task
         if task.kind != "classification":
             return ()
         if task.family == "masked":
             return tuple((word,) for word in self.readout.words)
-        return tuple(self._answer(word) for word in task.words)
+        return tuple(self._encode_answer(word) for word in task.words)
 
-    def _answer(self, text: str) -> Ids:
+    def _encode_answer(self, text: str) -> Ids:
         """Ids of an answer; a space goes before it unless the prompt ends in whitespace."""
-        return word_ids(self.tokens, text.strip(), space=not templates.ends_with_space(self.task.pieces))
+        return word_ids(self.tokenizer, text.strip(), space=not templates.ends_with_space(self.task.nodes))
 
-    def _template(self) -> Pieces:
+    def _template_nodes(self) -> Nodes:
         task, columns = self.task, len(self.task.columns)
         if self.readout.kind == "head" and task.family == "masked":
-            if self._demos:
+            if self._demonstrations:
                 raise TaskError("a head reads the text alone; leave out the demonstrations")
-            return templates.head_pieces(columns)
-        placed = needs_demonstrations(task.pieces, columns)
-        if placed and self._demos is None:
-            raise TaskError("the template places demonstrations; give some, or remove them from the template")
-        if self._demos is None or placed:
-            return task.pieces
+            return templates.head_nodes(columns)
+        explicit = contains_demonstrations(task.nodes, columns)
+        if explicit and self._demonstrations is None:
+            raise TaskError("the template contains demonstrations; give some, or remove them from the template")
+        if self._demonstrations is None or explicit:
+            return task.nodes
         join = append_demonstrations if task.family == "masked" else prepend_demonstrations
-        return join(task.pieces, columns, len(task.labels))
+        return join(task.nodes, columns, len(task.labels))
 
-    def _plan(self) -> list[_Part]:
-        parts: list[_Part] = []
-        segment, glued = 0, False
+    def _prepare_nodes(self) -> list[_PreparedNode]:
+        prepared: list[_PreparedNode] = []
+        segment, continues = 0, False
         if self.task.family == "causal":
-            parts.append(_Part(Special("bos"), False, 0, self.tokens.prefix))
-        for piece in self._template():
-            parts.append(_Part(piece, glued, segment, self._fixed_ids(piece, glued)))
-            segment += isinstance(piece, Special) and piece.advance
-            glued = piece == MASK or not isinstance(piece, Special)
-        return parts
+            prepared.append(_PreparedNode(SpecialToken("bos"), False, 0, self.tokenizer.leading_ids))
+        for node in self._template_nodes():
+            prepared.append(_PreparedNode(node, continues, segment, self._constant_ids(node, continues)))
+            segment += isinstance(node, SpecialToken) and node.advance
+            continues = node == MASK or not isinstance(node, SpecialToken)
+        return prepared
 
-    def _fixed_ids(self, piece: Piece, glued: bool) -> Ids | None:
-        if isinstance(piece, Special):
-            return self.tokens.special(piece.name)
-        if isinstance(piece, Text):
-            return self.tokens.text(piece.text, glued)
-        if isinstance(piece, LabelWord) and not piece.of_demo:
-            if piece.index >= len(self._answers):
-                raise TaskError(f"the template has '*label_{piece.index}*', and there are {len(self._answers)} labels")
-            return self._answers[piece.index]
-        if demonstration(piece, len(self.task.columns)) >= len(self.task.labels):
-            raise TaskError(f"the template places more demonstrations than there are labels ({len(self.task.labels)})")
+    def _constant_ids(self, node: Node, continues: bool) -> Ids | None:
+        """The ids of a node that is the same for every example."""
+        if isinstance(node, SpecialToken):
+            return self.tokenizer.special_token(node.name)
+        if isinstance(node, Text):
+            return self.tokenizer.encode(node.text, continues)
+        if isinstance(node, LabelWord) and not node.of_demo:
+            if node.index >= len(self._label_ids):
+                raise TaskError(f"the template has '*label_{node.index}*', but there are {len(self._label_ids)} labels")
+            return self._label_ids[node.index]
+        if demonstration_index(node, len(self.task.columns)) >= len(self.task.labels):
+            raise TaskError(f"the template has more demonstrations than there are labels ({len(self.task.labels)})")
         return None
 
-    def _most(self, part: _Part) -> int:
-        """The most tokens a part can need, texts aside: they can be cut to nothing."""
-        if part.ids is None and isinstance(part.piece, LabelWord):
-            return max(len(ids) for ids in self._answers)
-        return len(part.ids or ())
+    def _max_template_tokens(self, prepared: _PreparedNode) -> int:
+        """The most tokens a node can need. Slots need none: their texts can be cut to nothing."""
+        if prepared.ids is None and isinstance(prepared.node, LabelWord):
+            return max(len(ids) for ids in self._label_ids)
+        return len(prepared.ids or ())
 
-    def _choose_length(self, asked: int | None) -> int:
-        limit = self.tokens.limit
-        if asked is not None and limit is not None and asked > limit:
-            raise TaskError(f"max_length {asked} is more than the {limit} tokens this model takes; lower it")
-        usual = self.task.max_length * (2 if self._demos and self.task.family == "masked" else 1)
-        length = asked if asked is not None else min(usual, limit or usual)
-        longest = max((len(ids) for ids in self._answers), default=1) if self.readout.kind == "candidates" else 0
-        if self._fixed + longest > length:
-            raise TaskError(f"the template alone takes {self._fixed + longest} tokens of max_length {length}; raise it")
+    def _choose_max_length(self, requested: int | None) -> int:
+        limit = self.tokenizer.max_length
+        if requested is not None and limit is not None and requested > limit:
+            raise TaskError(f"max_length {requested} is more than the {limit} tokens this model takes; lower it")
+        default = self.task.max_length * (2 if self._demonstrations and self.task.family == "masked" else 1)
+        length = requested if requested is not None else min(default, limit or default)
+        longest = max((len(ids) for ids in self._label_ids), default=1) if self.readout.kind == "candidates" else 0
+        needed = self._template_length + longest
+        if needed > length:
+            raise TaskError(f"the template alone takes {needed} tokens of max_length {length}; raise it")
         return length
 
-    # --- decided per example
+    # --- once per example
 
-    def _shots(self, example: Example, choice: int | tuple[int, int] | None) -> list[Example]:
-        if self._demos is None:
+    def _choose_demonstrations(self, example: Example, choice: int | tuple[int, int] | None) -> list[Example]:
+        if self._demonstrations is None:
             return []
         index, sampling = choice if isinstance(choice, tuple) else (None, choice or 0)
-        return self._demos.choose(example, index, sampling)
+        return self._demonstrations.choose(example, index, sampling)
 
-    def _ids(self, part: _Part, texts: Sequence[str], shots: Sequence[Example]) -> Ids:
-        if part.ids is not None:
-            return part.ids
-        if isinstance(part.piece, LabelWord):
-            return self._answers[shots[part.piece.index].label]
-        assert isinstance(part.piece, Slot)
-        ids = self.tokens.text(part.piece.apply(texts[part.piece.index]), part.glued)
-        limit = self.task.first_limit if part.piece.index == 0 else self.task.other_limit
-        return ids[:limit]
+    def _encode_node(self, prepared: _PreparedNode, texts: Sequence[str], demonstrations: Sequence[Example]) -> Ids:
+        node = prepared.node
+        if prepared.ids is not None:
+            return prepared.ids
+        if isinstance(node, LabelWord):
+            return self._label_ids[demonstrations[node.index].label]
+        assert isinstance(node, Slot)
+        ids = self.tokenizer.encode(node.apply(texts[node.index]), prepared.continues)
+        return ids[: self.task.first_limit if node.index == 0 else self.task.other_limit]
 
-    def _shorten(self, pieces: list[Ids], room: int) -> None:
-        """Cut texts until everything fits; demonstrations give way before the query."""
-        slots = [(i, part.piece.index) for i, part in enumerate(self._parts) if isinstance(part.piece, Slot)]
-        room -= sum(len(ids) for ids in pieces) - sum(len(pieces[i]) for i, _ in slots)
+    def _truncate(self, node_ids: list[Ids], limit: int) -> None:
+        """Cut texts in place until everything fits; demonstrations are cut before the query."""
+        slots = [(i, each.node.index) for i, each in enumerate(self._nodes) if isinstance(each.node, Slot)]
+        limit -= sum(len(ids) for ids in node_ids) - sum(len(node_ids[i]) for i, _ in slots)
         ranks = [int(index >= len(self.task.columns)) for _, index in slots]
-        for (i, _), length in zip(slots, fit([len(pieces[i]) for i, _ in slots], ranks, room), strict=True):
-            pieces[i] = pieces[i][:length]
+        lengths = truncate_lengths([len(node_ids[i]) for i, _ in slots], ranks, limit)
+        for (i, _), length in zip(slots, lengths, strict=True):
+            node_ids[i] = node_ids[i][:length]
 
-    def _candidates(self, example: Example) -> tuple[Ids, ...]:
+    def _encode_candidates(self, example: Example) -> tuple[Ids, ...]:
         if self.readout.kind != "candidates":
             return ()
         if self.task.kind == "classification":
-            return self._answers
+            return self._label_ids
         texts = self.task.answers(example)
+        end: Ids = ()
         if self.task.kind == "generation":
-            end = self.tokens.text(self.task.answer_end, glued=True)
-            return tuple((self._answer(text) + end)[: self.max_length - self._fixed] for text in texts[:1])
-        return tuple(self._answer(text)[: self.max_length - self._fixed] for text in texts)
+            texts, end = texts[:1], self.tokenizer.encode(self.task.answer_end, continues=True)
+        limit = self.max_length - self._template_length
+        return tuple((self._encode_answer(text) + end)[:limit] for text in texts)
 
     def _label(self, example: Example, candidates: Sequence[Any]) -> int:
         if self.task.kind == "generation":
             return 0 if candidates else -1
         return example.label
 
-    def _position(self, pieces: Sequence[Ids]) -> int:
-        """Where the readout looks: the template's mask, the last token of a causal prompt, or `cls` for a head."""
+    def _readout_position(self, node_ids: Sequence[Ids]) -> int:
+        """The position that is read: the template's mask, the last token of a causal prompt, or `cls` for a head."""
         if self.task.family == "causal":
-            return sum(map(len, pieces)) - 1
+            return sum(map(len, node_ids)) - 1
         if self.readout.kind == "head":
             return 0
-        mask = next(i for i, part in enumerate(self._parts) if part.piece == MASK)
-        return sum(map(len, pieces[:mask]))
+        mask = next(i for i, prepared in enumerate(self._nodes) if prepared.node == MASK)
+        return sum(map(len, node_ids[:mask]))

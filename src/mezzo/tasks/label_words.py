@@ -1,4 +1,4 @@
-"""Label words: one token each, found the way the tokenizer would write the word inside a sentence."""
+"""Label words: one token each, encoded as the word would be inside a sentence."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 from mezzo.errors import TaskError
 from mezzo.tasks.task import Task
-from mezzo.tasks.tokens import Ids, Tokens
+from mezzo.tasks.tokenizer import Ids, TokenizerWrapper
 
+# A word that begins with one of these is encoded without a space before it.
 _NO_SPACE = ("<", "[", ".", ",")
 
-# Words of one meaning, commonest first: what to propose when a chosen word is several tokens.
+# Synonyms, most common first: suggestions for when a chosen word is several tokens.
 _SYNONYMS = (
     ("great", "good", "excellent", "wonderful", "fantastic", "amazing", "perfect", "positive"),
     ("terrible", "bad", "awful", "horrible", "poor", "negative", "worst"),
@@ -23,54 +24,51 @@ _SYNONYMS = (
 )
 
 
-def has_space(word: str, space_prefix: bool = True) -> bool:
-    """Is the word looked up with a space before it? Not if it begins with `<`, `[`, `.` or `,`."""
-    return space_prefix and not word.startswith(_NO_SPACE)
-
-
-def word_ids(tokens: Tokens, word: str, space: bool) -> Ids:
+def word_ids(tokenizer: TokenizerWrapper, word: str, space: bool) -> Ids:
     """The tokens of a word in running text: after a space, or directly after other text."""
-    return tokens.text(" " + word if space else word, glued=True)
+    return tokenizer.encode(" " + word if space else word, continues=True)
 
 
-def label_words(tokens: Tokens, task: Task) -> Ids:
+def label_word_ids(tokenizer: TokenizerWrapper, task: Task) -> Ids:
     """The id of each label's word, in label order: exactly one token each, all different, none unknown."""
-    return distinct(task, [_single(tokens, task, label, word) for label, word in task.word_of.items()])
+    return distinct_ids(task, [_single_token(tokenizer, task, label, word) for label, word in task.word_of.items()])
 
 
-def distinct(task: Task, ids: Iterable[int]) -> Ids:
-    """The ids, refused if two labels share one."""
-    seen: dict[int, str] = {}
+def distinct_ids(task: Task, ids: Iterable[int]) -> Ids:
+    """The ids, one per label; two labels with the same id are an error."""
+    label_of_id: dict[int, str] = {}
     for (label, word), token in zip(task.word_of.items(), ids, strict=True):
-        if token in seen:
+        if token in label_of_id:
             raise TaskError(
-                f"labels {seen[token]!r} and {label!r} have one word for this tokenizer, {word!r}; choose two that differ"
+                f"labels {label_of_id[token]!r} and {label!r} have the same word for this tokenizer, {word!r}; "
+                "choose two different ones"
             )
-        seen[token] = label
-    return tuple(seen)
+        label_of_id[token] = label
+    return tuple(label_of_id)
 
 
-def _single(tokens: Tokens, task: Task, label: str, word: str) -> int:
-    space = has_space(word.strip(), task.space_prefix)
-    ids = word_ids(tokens, word.strip(), space)
-    if tokens.unk in ids and tokens.unk is not None:
+def _single_token(tokenizer: TokenizerWrapper, task: Task, label: str, word: str) -> int:
+    space = task.space_prefix and not word.strip().startswith(_NO_SPACE)
+    ids = word_ids(tokenizer, word.strip(), space)
+    if tokenizer.unk_id in ids and tokenizer.unk_id is not None:
         problem = "is not in this tokenizer's vocabulary"
     elif len(ids) != 1:
-        problem = f"is {len(ids)} tokens ({', '.join(tokens.show(ids))}) and must be one"
+        problem = f"is {len(ids)} tokens ({', '.join(tokenizer.token_strings(ids))}) and must be one"
     else:
         return ids[0]
-    raise TaskError(f"the word {word!r} of label {label!r} {problem}{_advice(tokens, word.strip(), space, task.words)}")
+    hint = _suggest_words(tokenizer, word.strip(), space, task.words)
+    raise TaskError(f"the word {word!r} of label {label!r} {problem}{hint}")
 
 
-def _advice(tokens: Tokens, word: str, space: bool, taken: Iterable[str]) -> str:
-    """`; try 'good', 'excellent'`: words near in meaning or in spelling that are one token here."""
-    near = [other for group in _SYNONYMS if word.lower() in map(str.lower, group) for other in group]
-    spelled = [word.lower(), word.capitalize(), *(word[:end] for end in range(len(word) - 1, 2, -1))]
-    found: list[str] = []
-    for other in dict.fromkeys(near + spelled + tokens.words_like(word[:3])):
-        ids = word_ids(tokens, other, space)
-        if other not in (word, *taken) and len(ids) == 1 and ids[0] != tokens.unk:
-            found.append(repr(other))
-        if len(found) == 3:
+def _suggest_words(tokenizer: TokenizerWrapper, word: str, space: bool, used: Iterable[str]) -> str:
+    """`; try 'good', 'excellent'`: words of similar meaning or spelling that are one token here."""
+    synonyms = [other for group in _SYNONYMS if word.lower() in map(str.lower, group) for other in group]
+    spellings = [word.lower(), word.capitalize(), *(word[:end] for end in range(len(word) - 1, 2, -1))]
+    suggestions: list[str] = []
+    for other in dict.fromkeys(synonyms + spellings + tokenizer.words_starting_with(word[:3])):
+        ids = word_ids(tokenizer, other, space)
+        if other not in (word, *used) and len(ids) == 1 and ids[0] != tokenizer.unk_id:
+            suggestions.append(repr(other))
+        if len(suggestions) == 3:
             break
-    return f"; try {', '.join(found)}" if found else "; choose a commoner word"
+    return f"; try {', '.join(suggestions)}" if suggestions else "; choose a more common word"

@@ -1,4 +1,4 @@
-"""From data, wherever it is, to examples: files, k-shot folders, lists of dicts, Hugging Face datasets, data frames."""
+"""Examples from any data source: files, k-shot folders, lists of dicts, Hugging Face datasets, data frames."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mezzo.errors import DataError, nearest
-from mezzo.tasks import columns as layout
 from mezzo.tasks import nested
-from mezzo.tasks.labels import IdOrder, Labels, choice_label, is_missing
-from mezzo.tasks.readers import Records, Sheet, from_json, read
+from mezzo.tasks.columns import flatten_row, match_columns, name_columns, required_columns
+from mezzo.tasks.labels import IdOrder, LabelReader, choice_label, is_missing
+from mezzo.tasks.readers import READERS, RawTable, Row, Table, read_file, table_from_json
 from mezzo.tasks.registry import get_task
 from mezzo.tasks.task import Task, as_texts
 from mezzo.types import Example
@@ -24,16 +24,15 @@ _SPLITS = (
     ("dev", "dev_matched", "val", "validation", "valid", "validation_matched", "dev_mismatched"),
     ("test", "test_matched", "eval"),
 )
-_SUFFIXES = (".jsonl", ".ndjson", ".json", ".tsv", ".csv", ".txt", ".parquet")
 _K_SHOT = re.compile(r"\d+-\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class _Ask:
-    """What the caller wants of the data."""
+class _LoadOptions:
+    """How the caller wants the data to be read."""
 
     task: Task
-    labels: Labels
+    labels: LabelReader
     labelled: Labelled
     columns: Mapping[str, str]
 
@@ -51,23 +50,23 @@ def load_examples(
     """Examples of `task` from a path, a folder with splits, a list of dicts, a Hugging Face dataset or a data frame.
 
     `id_order` says what integer labels mean: the name of an order the task declares, or label names in id order.
-    `labelled`: True refuses rows without a label, False keeps them, 'skip' leaves them out, 'ignore' looks at no label.
-    `columns` names what
-    cannot be guessed, task column → column of the data. `hub:NAME` or `hub:NAME:CONFIG` asks the `datasets` library.
+    `labelled`: True refuses rows without a label, False keeps them, 'skip' leaves them out, 'ignore' reads no labels.
+    `columns` names what cannot be guessed, task column → column of the data. `hub:NAME` or `hub:NAME:CONFIG` is loaded
+    with the `datasets` library.
     """
     task = get_task(task)
-    ask = _Ask(task, Labels(task, id_order), labelled, columns or {})
+    options = _LoadOptions(task, LabelReader(task, id_order), labelled, columns or {})
     if isinstance(source, list | tuple) and source and isinstance(source[0], Example):
         return list(source)
     if isinstance(source, str) and source.startswith("hub:"):
-        source = _from_hub(source.removeprefix("hub:"), split)
+        source = _load_from_hub(source.removeprefix("hub:"), split)
     if isinstance(source, str | Path):
-        found = _from_path(Path(source), ask, split, encoding)
+        table = _table_from_path(Path(source), options, split, encoding)
     else:
-        found = _from_object(source, split)
-    examples = list(_examples(found, ask))
+        table = _table_from_object(source, split)
+    examples = list(_examples(table, options))
     if not examples:
-        raise DataError(f"{found.source}: no rows{' with a label' if found.rows else ''}; give data with some")
+        raise DataError(f"{table.source}: no rows{' with a label' if table.rows else ''}; give data that has some")
     return examples
 
 
@@ -77,39 +76,37 @@ def bundled_data(task_name: str, split: str) -> Path | None:
     return path if path.is_file() else None
 
 
-# --- where rows come from
+# --- from a source to a table
 
 
-def _from_path(path: Path, ask: _Ask, split: str | None, encoding: str) -> Records:
+def _table_from_path(path: Path, options: _LoadOptions, split: str | None, encoding: str) -> Table:
     if path.is_dir():
         path = _split_file(path, split)
     if not path.exists():
-        beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise DataError(f"no file {str(path)!r}{nearest(path.name, beside) or '; check the path'}")
-    content = read(path, encoding)
-    bare = False
-    if isinstance(content, Sheet):
-        content, bare = layout.records(
-            ask.task, content, ask.labels, ask.labelled not in (False, "ignore"), ask.columns
-        )
-    if bare or _K_SHOT.fullmatch(path.parent.name):
-        ask.labels.suggest("lm-bff")  # its files, and no hub's, are without a header or in K-SEED folders
-    return content
+        neighbours = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise DataError(f"no file {str(path)!r}{nearest(path.name, neighbours) or '; check the path'}")
+    table, has_header = read_file(path, encoding), True
+    if isinstance(table, RawTable):
+        needs_label = options.labelled not in (False, "ignore")
+        table, has_header = name_columns(options.task, table, options.labels, needs_label, options.columns)
+    if not has_header or _K_SHOT.fullmatch(path.parent.name):
+        options.labels.use_layout_order("lm-bff")  # only its files have no header or lie in K-SEED folders
+    return table
 
 
 def _split_file(folder: Path, split: str | None) -> Path:
-    files = {path.stem: path for suffix in reversed(_SUFFIXES) for path in sorted(folder.glob(f"*{suffix}"))}
+    files = {path.stem: path for suffix in reversed(READERS) for path in sorted(folder.glob(f"*{suffix}"))}
     if split is not None:
         names = next((names for names in _SPLITS if split in names), ())
         for name in (split, *names):
             if name in files:
                 return files[name]
     found = ", ".join(sorted(path.name for path in files.values())) or "no data files"
-    wanted = "state a split" if split is None else f"no file for split {split!r}"
-    raise DataError(f"{folder} is a folder: {wanted}; found {found}")
+    problem = "name a split" if split is None else f"no file for split {split!r}"
+    raise DataError(f"{folder} is a folder: {problem}; found {found}")
 
 
-def _from_hub(name: str, split: str | None) -> Any:
+def _load_from_hub(name: str, split: str | None) -> Any:
     try:
         import datasets  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
@@ -118,89 +115,95 @@ def _from_hub(name: str, split: str | None) -> Any:
     try:
         return datasets.load_dataset(path, config or None, split=split)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        about = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"hub:{name} cannot be loaded ({about[:200]}); check the name and the network") from None
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"hub:{name} cannot be loaded ({reason[:200]}); check the name and the network") from None
 
 
-def _from_object(source: Any, split: str | None) -> Records:
+def _table_from_object(source: Any, split: str | None) -> Table:
     if isinstance(source, Mapping) and any(hasattr(part, "features") for part in source.values()):
         if split not in source:
-            raise DataError(f"the dataset has the splits {', '.join(map(str, source))}; state one, and not {split!r}")
+            raise DataError(
+                f"the dataset has the splits {', '.join(map(str, source))}; name one of them, not {split!r}"
+            )
         source = source[split]
     features = getattr(source, "features", None)
     if hasattr(source, "to_dict") and hasattr(source, "columns"):
         source = source.to_dict("records")
     if isinstance(source, Mapping):
-        return from_json(dict(source), "the data")
+        return table_from_json(dict(source), "the data")
     if isinstance(source, str | bytes) or not isinstance(source, Iterable):
-        raise DataError(f"a {type(source).__name__} is not data; give a path, a list of dicts or a dataset")
-    made = from_json(list(source), "the data")
-    names = {
+        raise DataError(f"{type(source).__name__} is not data; give a path, a list of dicts or a dataset")
+    table = table_from_json(list(source), "the data")
+    label_names = {
         name: tuple(feature.names) for name, feature in (features or {}).items() if getattr(feature, "names", None)
     }
-    return Records(made.source, made.rows, made.unit, names)
+    return Table(table.source, table.rows, table.unit, label_names)
 
 
 # --- from rows to examples
 
 
-def _examples(found: Records, ask: _Ask) -> Iterator[Example]:
-    task, labels, labelled = ask.task, ask.labels, ask.labelled
-    chosen: dict[str, str] = {}
-    known: tuple[str, ...] | None = None
-    for number, raw in _opened(found):
-        where = found.where(number)
-        row = layout.flat(raw)
-        if known != (known := tuple(row)):  # rows of a table have the same columns; lines of JSON may not
-            chosen = layout.resolve(task, known, where, ask.columns, labelled is True)
-            labels.data_names(found.names.get(chosen.get(task.label_column, ""), ()))
-        fields = {column: _field(row[chosen[column]], column, task, where) for column in layout.needed(task)}
-        value = row.get(chosen.get(task.label_column, ""))
-        if (
-            labelled == "ignore" and task.kind == "classification"
-        ):  # a prediction asks for no label, whatever stands there
-            yield Example(fields)
-        elif is_missing(value) and not (task.labels and isinstance(value, str) and labels.knows(value)):
-            if labelled is True:
-                raise DataError(
-                    f"{where}: no label; give one, or delete the row (in Python, load_examples skips such rows: labelled='skip')"
-                )
-            if labelled in (False, "ignore"):
-                yield Example(fields)
-        elif task.kind == "generation":
-            yield Example({**fields, task.label_column: as_texts(value)}, 0)
-        elif task.kind == "choice":
-            candidates = [text for column in task.candidates for text in as_texts(fields[column])]
-            right = {} if isinstance(value, int) else {task.label_column: as_texts(value)}
-            yield Example({**fields, **right}, choice_label(value, candidates, where))
-        else:
-            yield Example(fields, labels.read(value, where))
+def _examples(table: Table, options: _LoadOptions) -> Iterator[Example]:
+    task, labels = options.task, options.labels
+    columns: dict[str, str] = {}
+    names: tuple[str, ...] | None = None
+    for number, raw in _expand_rows(table):
+        where = table.location(number)
+        row = flatten_row(raw)
+        if names != (names := tuple(row)):  # rows of a table have the same columns; lines of JSON may not
+            columns = match_columns(task, names, where, options.columns, options.labelled is True)
+            labels.use_data_names(table.label_names.get(columns.get(task.label_column, ""), ()))
+        fields = {column: _field(row[columns[column]], column, task, where) for column in required_columns(task)}
+        value = row.get(columns.get(task.label_column, ""))
+        example = _example(fields, value, options, where)
+        if example is not None:
+            yield example
 
 
-def _opened(found: Records) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    for number, record in found.rows:
+def _example(fields: dict[str, Any], value: Any, options: _LoadOptions, where: str) -> Example | None:
+    """The example of a row whose label column holds `value`; None for one to leave out."""
+    task, labels, labelled = options.task, options.labels, options.labelled
+    if labelled == "ignore" and task.kind == "classification":
+        return Example(fields)
+    if is_missing(value) and not (task.labels and isinstance(value, str) and labels.could_be_label(value)):
+        if labelled is True:
+            raise DataError(
+                f"{where}: no label; give one, or delete the row (in Python, load_examples skips such rows: labelled='skip')"
+            )
+        return None if labelled == "skip" else Example(fields)
+    if task.kind == "generation":
+        return Example({**fields, task.label_column: as_texts(value)}, 0)
+    if task.kind == "choice":
+        candidates = [text for column in task.candidates for text in as_texts(fields[column])]
+        answers = {} if isinstance(value, int) else {task.label_column: as_texts(value)}
+        return Example({**fields, **answers}, choice_label(value, candidates, where))
+    return Example(fields, labels.read(value, where))
+
+
+def _expand_rows(table: Table) -> Iterator[tuple[int, Row]]:
+    for number, record in table.rows:
         try:
-            yield from ((number, row) for row in nested.rows(record))
+            yield from ((number, row) for row in nested.expand(record))
         except (KeyError, TypeError) as error:
             raise DataError(
-                f"{found.where(number)}: a nested record without {error}; give one row per question"
+                f"{table.location(number)}: a nested record without {error}; give one row per question"
             ) from None
 
 
-def _whole(text: str, column: str, where: str) -> str:
-    """JSON can hold half a character, which no file can be written with and no tokenizer reads."""
+def _field(value: Any, column: str, task: Task, where: str) -> str | list[str]:
+    if column in task.candidates and isinstance(value, list | tuple):
+        return [_check_encodable(text, column, where) for text in as_texts(value)]
+    if isinstance(value, str):
+        return _check_encodable(value, column, where)
+    if value is None or isinstance(value, list | tuple | Mapping):
+        raise DataError(f"{where}: {column!r} is {'null' if value is None else 'not text'}; give a string")
+    return str(value)
+
+
+def _check_encodable(text: str, column: str, where: str) -> str:
+    """JSON can hold half a character, which can be neither written to a file nor tokenized."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(f"{where}: {column!r} holds half a character (a lone surrogate at {error.start + 1})") from None
     return text
-
-
-def _field(value: Any, column: str, task: Task, where: str) -> str | list[str]:
-    if column in task.candidates and isinstance(value, list | tuple):
-        return [_whole(text, column, where) for text in as_texts(value)]
-    if isinstance(value, str):
-        return _whole(value, column, where)
-    if value is None or isinstance(value, list | tuple | Mapping):
-        raise DataError(f"{where}: {column!r} is {'null' if value is None else 'not text'}; give a string")
-    return str(value)

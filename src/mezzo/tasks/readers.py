@@ -1,4 +1,4 @@
-"""Reading data files, whatever is in them: every failure is one line that names the file, the line and the remedy."""
+"""Reading data files: every failure is one line that names the file, the line and the remedy."""
 
 from __future__ import annotations
 
@@ -13,62 +13,54 @@ from typing import Any
 from mezzo.errors import DataError
 
 MAX_LINE = 10_000_000
-"""Longest line in bytes. Longer ones are some other kind of file, and would fill the memory."""
+"""Longest line in bytes. A longer one belongs to some other kind of file, and would fill the memory."""
 MAX_TABLE = 2**30
 """Bytes that a file may have, or unpack to, when it can only be read as a whole."""
 
-Record = Mapping[str, Any]
+Row = Mapping[str, Any]
 Cells = list[str]
 
 
 @dataclass(frozen=True)
-class Records:
-    """Rows by column name, each with its number in the source; `names`: what ids in a column mean, if the data says."""
+class Table:
+    """Rows by column name, each with its number in the source."""
 
     source: str
-    rows: Sequence[tuple[int, Record]]
+    rows: Sequence[tuple[int, Row]]
     unit: str = "line"
-    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    label_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Column → the names of its ids 0, 1, …, where the data carries them."""
 
-    def where(self, number: int) -> str:
+    def location(self, number: int) -> str:
         return f"{self.source}, {self.unit} {number}"
 
 
 @dataclass(frozen=True)
-class Sheet:
-    """Rows of cells, of which the first may be a header."""
+class RawTable:
+    """Rows of cells whose columns have no names yet: the first row may be a header."""
 
     source: str
     rows: Sequence[tuple[int, Cells]]
 
 
-def read(path: Path, encoding: str = "utf-8") -> Records | Sheet:
+def read_file(path: Path, encoding: str = "utf-8") -> Table | RawTable:
     """The content of a file, by its suffix."""
-    readers: dict[str, Callable[[Path, str], Records | Sheet]] = {
-        ".jsonl": _jsonl,
-        ".ndjson": _jsonl,
-        ".json": _json,
-        ".csv": _csv,
-        ".tsv": _tsv,
-        ".txt": _txt,
-        ".parquet": _parquet,
-    }
     suffix = path.suffix.lower()
-    if suffix not in readers:
-        raise DataError(f"{path}: unknown kind of file {suffix!r}; use one of {', '.join(readers)}")
+    if suffix not in READERS:
+        raise DataError(f"{path}: unknown file type {suffix!r}; use one of {', '.join(READERS)}")
     if path.exists() and not path.is_file():
         raise DataError(f"{path} is not a file; give one that can be read twice, such as a copy on disk")
     try:
-        content = readers[suffix](path, encoding)
+        table = READERS[suffix](path, encoding)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from None
-    if not content.rows:
+    if not table.rows:
         raise DataError(f"{path}: the file has no rows; give one with data")
-    return content
+    return table
 
 
-def lines(path: Path, encoding: str = "utf-8") -> Iterator[tuple[int, str]]:
-    """Numbered lines without their ends, decoded one by one so that a bad byte is found where it is."""
+def numbered_lines(path: Path, encoding: str = "utf-8") -> Iterator[tuple[int, str]]:
+    """Numbered lines, decoded one by one so that an invalid byte is located."""
     with path.open("rb") as file:
         number = 0
         while raw := file.readline(MAX_LINE + 1):
@@ -78,7 +70,7 @@ def lines(path: Path, encoding: str = "utf-8") -> Iterator[tuple[int, str]]:
             if number == 1 and raw.startswith((b"\xff\xfe", b"\xfe\xff")):
                 raise DataError(f"{path}, line 1: encoded as UTF-16; save the file as UTF-8")
             if number == 1 and not raw.endswith(b"\n") and b"\r" in raw.rstrip(b"\r"):
-                raise DataError(f"{path}: its lines end as on old Macs (CR); save it with Unix (LF) line ends")
+                raise DataError(f"{path}: it has the line endings of old Macs (CR); save it with Unix ones (LF)")
             try:
                 yield number, raw.decode(encoding).removeprefix("\ufeff" if number == 1 else "")
             except UnicodeDecodeError as error:
@@ -87,46 +79,11 @@ def lines(path: Path, encoding: str = "utf-8") -> Iterator[tuple[int, str]]:
                     f" {error.start + 1}); save the file as UTF-8, or pass --encoding latin-1"
                 ) from None
             except (LookupError, UnicodeError):
-                raise _no_encoding(path, encoding) from None
+                raise _unknown_encoding(path, encoding) from None
 
 
-def _no_encoding(path: Path, encoding: str) -> DataError:
-    return DataError(f"{path}: unknown encoding {encoding!r}; use utf-8 or latin-1")
-
-
-def _jsonl(path: Path, encoding: str) -> Records:
-    rows = []
-    for number, line in lines(path, encoding):
-        if line.strip():
-            with _json_errors(path, number):
-                rows.append((number, _object(json.loads(line), path, number)))
-    return Records(str(path), rows)
-
-
-def _json(path: Path, encoding: str) -> Records:
-    """A list of objects, an object of columns, or `{"data": …}`; and JSON lines under the wrong suffix."""
-    _refuse_size(path, path.stat().st_size)
-    with path.open("rb") as file:
-        raw = file.read()
-    try:
-        text = raw.decode(encoding, errors="replace")
-    except (LookupError, UnicodeError):
-        raise _no_encoding(path, encoding) from None
-    try:
-        value = json.loads(text.removeprefix("\ufeff"))
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data" or "\ufffd" in text:
-            return _jsonl(path, encoding)  # also finds the line of a bad byte
-        raise _bad_json(path, error.lineno, error) from None
-    except (ValueError, RecursionError) as error:
-        raise _bad_json(path, 1, error) from None
-    if "\ufffd" in text:
-        list(lines(path, encoding))
-    return from_json(value, str(path))
-
-
-def from_json(value: Any, source: str) -> Records:
-    """Rows of a parsed value: a list of objects, or an object of equally long columns, perhaps under `data`."""
+def table_from_json(value: Any, source: str) -> Table:
+    """The table in a parsed value: a list of objects, or an object of equally long columns, perhaps under `data`."""
     if isinstance(value, Mapping) and isinstance(value.get("data"), list | dict):
         value = value["data"]
     if isinstance(value, Mapping):
@@ -135,16 +92,49 @@ def from_json(value: Any, source: str) -> Records:
             raise DataError(f"{source}: one object that is not a table; give a list of rows, or lists of equal length")
         value = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
     if not isinstance(value, list):
-        raise DataError(f"{source}: a {type(value).__name__} is not a table; give a list of objects, one per row")
-    return Records(source, [(n, _object(row, source, n, "row")) for n, row in enumerate(value, 1)], "row")
+        raise DataError(f"{source}: {type(value).__name__} is not a table; give a list of objects, one per row")
+    return Table(source, [(n, _check_object(row, source, n, "row")) for n, row in enumerate(value, 1)], "row")
 
 
-def _csv(path: Path, encoding: str) -> Sheet:
-    """Comma-separated, quoted cells may contain commas, quotes and newlines."""
-    source = lines(path, encoding)
+def _read_jsonl(path: Path, encoding: str) -> Table:
+    rows = []
+    for number, line in numbered_lines(path, encoding):
+        if line.strip():
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise _bad_json(path, number, error) from None
+            rows.append((number, _check_object(value, path, number)))
+    return Table(str(path), rows)
+
+
+def _read_json(path: Path, encoding: str) -> Table:
+    """A list of objects, an object of columns, or `{"data": …}`; also JSON lines under the wrong suffix."""
+    _check_size(path, path.stat().st_size)
+    raw = path.read_bytes()
+    try:
+        text = raw.decode(encoding, errors="replace")
+    except (LookupError, UnicodeError):
+        raise _unknown_encoding(path, encoding) from None
+    try:
+        value = json.loads(text.removeprefix("\ufeff"))
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" or "\ufffd" in text:
+            return _read_jsonl(path, encoding)  # which also finds the line of an invalid byte
+        raise _bad_json(path, error.lineno, error) from None
+    except (ValueError, RecursionError) as error:
+        raise _bad_json(path, 1, error) from None
+    if "\ufffd" in text:
+        list(numbered_lines(path, encoding))
+    return table_from_json(value, str(path))
+
+
+def _read_csv(path: Path, encoding: str) -> RawTable:
+    """Comma-separated; quoted cells may contain commas, quotes and newlines."""
+    lines = numbered_lines(path, encoding)
     rows: list[tuple[int, Cells]] = []
-    with _long_cells():
-        reader = csv.reader((line for _, line in source), strict=True)
+    with _long_csv_cells():
+        reader = csv.reader((line for _, line in lines), strict=True)
         start = 1
         try:
             for cells in reader:
@@ -153,28 +143,22 @@ def _csv(path: Path, encoding: str) -> Sheet:
                 start = reader.line_num + 1
         except csv.Error as error:
             raise DataError(f"{path}, line {start}: bad csv ({error}); close or double its quotes") from None
-    return Sheet(str(path), rows)
+    return RawTable(str(path), rows)
 
 
-def _tsv(path: Path, encoding: str) -> Sheet:
-    """Tab-separated as GLUE has it: a quote is a character like others, except in a cell that some writer quoted."""
-    filled = ((number, line.rstrip("\r\n")) for number, line in lines(path, encoding) if line.strip())
-    return Sheet(str(path), [(number, [_unquoted(cell) for cell in line.split("\t")]) for number, line in filled])
+def _read_tsv(path: Path, encoding: str) -> RawTable:
+    """Tab-separated as in GLUE: quotes are ordinary characters, except in a cell that was quoted when it was written."""
+    lines = ((number, line.rstrip("\r\n")) for number, line in numbered_lines(path, encoding) if line.strip())
+    return RawTable(str(path), [(number, [_unquote(cell) for cell in line.split("\t")]) for number, line in lines])
 
 
-def _unquoted(cell: str) -> str:
-    """`"a ""b"" c"` is `a "b" c`; a writer quotes a cell only if there are quotes in it, and doubles all of them."""
-    inner = cell[1:-1]
-    quoted = len(cell) > 1 and cell[0] == cell[-1] == '"' and '""' in inner and '"' not in inner.replace('""', "")
-    return inner.replace('""', '"') if quoted else cell
-
-
-def _txt(path: Path, encoding: str) -> Sheet:
+def _read_txt(path: Path, encoding: str) -> RawTable:
     """Lines of text, one cell each."""
-    return Sheet(str(path), [(number, [line.strip()]) for number, line in lines(path, encoding) if line.strip()])
+    lines = numbered_lines(path, encoding)
+    return RawTable(str(path), [(number, [line.strip()]) for number, line in lines if line.strip()])
 
 
-def _parquet(path: Path, _: str) -> Records:
+def _read_parquet(path: Path, _: str) -> Table:
     try:
         import pyarrow as arrow  # type: ignore[import-untyped, unused-ignore]
         from pyarrow import parquet  # type: ignore[import-untyped, unused-ignore]
@@ -182,55 +166,71 @@ def _parquet(path: Path, _: str) -> Records:
         raise DataError(f"{path}: reading parquet needs pyarrow; pip install pyarrow, or convert it to jsonl") from None
     try:
         with parquet.ParquetFile(path) as file:
-            about = file.metadata
-            groups = [about.row_group(index) for index in range(about.num_row_groups)]
-            # What it claims to unpack to, and one byte for every cell: columns of nothing compress without end.
-            _refuse_size(path, sum(group.total_byte_size for group in groups) + about.num_rows * about.num_columns)
+            metadata = file.metadata
+            groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+            # The size it claims to unpack to, and one byte per cell: empty columns compress without limit.
+            cells = metadata.num_rows * metadata.num_columns
+            _check_size(path, sum(group.total_byte_size for group in groups) + cells)
             table = file.read()
         rows = list(enumerate(table.to_pylist(), 1))
     except (arrow.ArrowException, ValueError, OverflowError) as error:
         raise DataError(f"{path}: not a parquet file ({(str(error).splitlines() or ['unreadable'])[0]})") from None
-    return Records(str(path), rows, "row", _class_names(table.schema.metadata or {}))
+    return Table(str(path), rows, "row", _label_names(table.schema.metadata or {}))
 
 
-def _refuse_size(path: Path, size: int) -> None:
-    if size > MAX_TABLE:
-        raise DataError(f"{path}: {size:,} bytes are too many to read at once; write it as jsonl")
+READERS: dict[str, Callable[[Path, str], Table | RawTable]] = {
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".json": _read_json,
+    ".tsv": _read_tsv,
+    ".csv": _read_csv,
+    ".txt": _read_txt,
+    ".parquet": _read_parquet,
+}
+"""Readers by suffix, in order of preference where a folder has a split in several formats."""
 
 
-def _class_names(metadata: Mapping[bytes, bytes]) -> dict[str, tuple[str, ...]]:
-    """Label names that `datasets` leaves in a parquet file."""
+def _unquote(cell: str) -> str:
+    """`"a ""b"" c"` is `a "b" c`: a writer quotes a cell only if it contains quotes, and doubles all of them."""
+    inner = cell[1:-1]
+    quoted = len(cell) > 1 and cell[0] == cell[-1] == '"' and '""' in inner and '"' not in inner.replace('""', "")
+    return inner.replace('""', '"') if quoted else cell
+
+
+def _label_names(metadata: Mapping[bytes, bytes]) -> dict[str, tuple[str, ...]]:
+    """Label names that the `datasets` library stores in a parquet file."""
     try:
         features = json.loads(metadata[b"huggingface"])["info"]["features"]
-        return {column: tuple(about["names"]) for column, about in features.items() if "names" in about}
+        return {column: tuple(feature["names"]) for column, feature in features.items() if "names" in feature}
     except (KeyError, TypeError, ValueError):
         return {}
 
 
-def _object(value: Any, source: Any, number: int, unit: str = "line") -> Record:
+def _check_size(path: Path, size: int) -> None:
+    if size > MAX_TABLE:
+        raise DataError(f"{path}: {size:,} bytes are too many to read at once; write it as jsonl")
+
+
+def _check_object(value: Any, source: Any, number: int, unit: str = "line") -> Row:
     if not isinstance(value, Mapping):
         raise DataError(
-            f"{source}, {unit} {number}: a {type(value).__name__}, not an object with columns; write one per row"
+            f"{source}, {unit} {number}: {type(value).__name__} is not an object with columns; write one object per row"
         )
     return value
 
 
-@contextmanager
-def _json_errors(path: Path, number: int) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, RecursionError) as error:
-        raise _bad_json(path, number, error) from None
-
-
 def _bad_json(path: Path, number: int, error: Exception) -> DataError:
-    about = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else type(error).__name__
-    return DataError(f"{path}, line {number}: bad JSON ({about}); fix or delete that line")
+    reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else type(error).__name__
+    return DataError(f"{path}, line {number}: bad JSON ({reason}); fix or delete that line")
+
+
+def _unknown_encoding(path: Path, encoding: str) -> DataError:
+    return DataError(f"{path}: unknown encoding {encoding!r}; use utf-8 or latin-1")
 
 
 @contextmanager
-def _long_cells() -> Iterator[None]:
-    """Cells up to `MAX_LINE`; the csv module's own limit is lower, and global."""
+def _long_csv_cells() -> Iterator[None]:
+    """Allow cells up to `MAX_LINE`; the csv module's own limit is lower, and global."""
     before = csv.field_size_limit(MAX_LINE)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Finding a task: by name, in a TOML file, or in a dict."""
+"""Finding a task: by name, in a TOML or JSON file, or in a dict."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,43 +18,39 @@ from mezzo.types import Family
 _TABLES: dict[str, dict[str, dict[str, Any]]] = {"masked": MASKED, "causal": CAUSAL}
 _KEYS = tuple(f.name for f in dataclasses.fields(Task))
 _REQUIRED = ("columns", "template")
-
-
-@lru_cache(maxsize=1)
-def _registry() -> dict[tuple[str, str], Task]:
-    return {
-        (family, name): Task(**{"name": name, "family": family, **row})
-        for family, table in _TABLES.items()
-        for name, row in table.items()
-    }
+_TASKS = tuple(
+    Task(**{"name": name, "family": family, **fields})
+    for family, tasks in _TABLES.items()
+    for name, fields in tasks.items()
+)
 
 
 def list_tasks() -> list[Task]:
-    """Every task that comes with mezzo: the masked-LM ones, then the causal ones."""
-    return list(_registry().values())
+    """Every task that comes with mezzo: the masked ones, then the causal ones."""
+    return list(_TASKS)
 
 
 def get_task(spec: str | Path | Mapping[str, Any] | Task, family: Family | None = None) -> Task:
     """A task by registry name, from a `.toml` (or `.json`) file, or from a dict of the same keys.
 
-    A name such as `sst-2` is in both families: masked unless `family` says otherwise.
+    A name such as `sst-2` exists in both families: masked unless `family` says otherwise.
     """
     default = {"family": family} if family else {}
     if isinstance(spec, Task):
         task = spec
     elif isinstance(spec, Mapping):
-        task = task_from({**default, **spec}, "your task")
+        task = _task_from({**default, **spec}, "your task")
     elif str(spec).endswith((".toml", ".json")):
         path = Path(spec)
-        task = task_from({**default, **_read_file(path)}, str(path), name=path.stem)
+        task = _task_from({**default, **_read_file(path)}, str(path), name=path.stem)
     else:
-        return _by_name(str(spec), family)
+        return _find_by_name(str(spec), family)
     if family is not None and task.family != family:
-        raise TaskError(f"task {task.name!r} is {task.family}, and {family} is asked for; set its family and template")
+        raise TaskError(f"task {task.name!r} is {task.family}, but {family} was requested; set its family and template")
     return task
 
 
-def task_from(values: Mapping[str, Any], source: str, name: str = "custom") -> Task:
+def _task_from(values: Mapping[str, Any], source: str, name: str = "custom") -> Task:
     """A task from plain values. `id_order` may be the list of label names that the data's ids 0, 1, … mean."""
     for key in values:
         if key not in _KEYS:
@@ -63,10 +58,10 @@ def task_from(values: Mapping[str, Any], source: str, name: str = "custom") -> T
     for key in _REQUIRED:
         if key not in values:
             raise TaskError(f"{source}: no {key!r}; a task needs columns, template, labels and words")
-    row = {"name": name, **values}
-    if not isinstance(row.get("id_order", ""), str | None):
-        row |= {"id_orders": {**row.get("id_orders", {}), "data": row["id_order"]}, "id_order": "data"}
-    return Task(**row)
+    fields = {"name": name, **values}
+    if not isinstance(fields.get("id_order", ""), str | None):
+        fields |= {"id_orders": {**fields.get("id_orders", {}), "data": fields["id_order"]}, "id_order": "data"}
+    return Task(**fields)
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -76,27 +71,26 @@ def _read_file(path: Path) -> dict[str, Any]:
         values = json.loads(text) if kind == "JSON" else tomllib.loads(text)
     except OSError as error:
         raise TaskError(f"cannot read the task file {str(path)!r}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:  # what both readers raise, and text that is not UTF-8
+    except (ValueError, RecursionError) as error:  # invalid TOML or JSON, or not UTF-8
         raise TaskError(f"{path}: not valid {kind}: {error}") from None
     if not isinstance(values, dict):
         raise TaskError(f"{path}: a task is an object with columns, template, labels and words")
     return values
 
 
-def _by_name(name: str, family: Family | None) -> Task:
-    wanted = _canonical(name)
-    found = [task for task in list_tasks() if _canonical(task.name) == wanted]
-    for task in found:
+def _find_by_name(name: str, family: Family | None) -> Task:
+    matches = [task for task in _TASKS if _normalize_name(task.name) == _normalize_name(name)]
+    for task in matches:
         if family in (None, task.family):
             return task
-    if found:
-        others = sorted(_TABLES[str(family)])
-        raise TaskError(f"task {name!r} is {found[0].family}, not {family}; the {family} tasks are {', '.join(others)}")
-    names = list(dict.fromkeys(task.name for task in list_tasks()))
+    if matches:
+        others = ", ".join(sorted(_TABLES[str(family)]))
+        raise TaskError(f"task {name!r} is {matches[0].family}, not {family}; the {family} tasks are {others}")
+    names = list(dict.fromkeys(task.name for task in _TASKS))
     hint = nearest(name.lower(), names) or f"; known: {', '.join(names)}, or a path that ends in .toml"
     raise TaskError(f"unknown task {name!r}{hint}")
 
 
-def _canonical(name: str) -> str:
-    """`SST2`, `sst_2` and `sst-2` are one task."""
+def _normalize_name(name: str) -> str:
+    """`SST2`, `sst_2` and `sst-2` are the same task."""
     return re.sub(r"[-_ ]", "", name.lower())

@@ -15,8 +15,8 @@ def k_shot(
 ) -> tuple[list[Example], list[Example]]:
     """Shuffle with `numpy.random.RandomState(seed)`; per label the first k are train, the next k dev.
 
-    Labels come in the order in which the shuffled rows show them. On the original train files this gives the rows of
-    the published k-shot files, in their order.
+    Labels are in the order of their first appearance in the shuffled rows. On the original train files this gives the rows of
+    the published k-shot files, in the same order.
     """
     if k < 1:
         raise DataError(f"k is {k}; give at least 1 example per label")
@@ -24,11 +24,11 @@ def k_shot(
     for i in np.random.RandomState(seed).permutation(len(examples)):
         by_label.setdefault(examples[i].label, []).append(examples[i])
     for index, label in enumerate(labels):
-        found = len(by_label.get(index, ()))
-        if found < 2 * k:
+        count = len(by_label.get(index, ()))
+        if count < 2 * k:
             raise DataError(
-                f"label {label!r} has {found} rows, and k={k} needs {2 * k} ({k} train, {k} dev);"
-                f" give more data, or k={found // 2}"
+                f"label {label!r} has {count} rows, but k={k} needs {2 * k} ({k} train, {k} dev);"
+                f" give more data, or k={count // 2}"
             )
     groups = [rows for label, rows in by_label.items() if label >= 0]
     return [row for rows in groups for row in rows[:k]], [row for rows in groups for row in rows[k : 2 * k]]

@@ -1,30 +1,26 @@
-"""A task as data: its columns, labels, template, label words and metric, checked when it is made."""
+"""A task as data: its columns, labels, template, label words and metric, checked when it is created."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from mezzo.errors import TaskError, nearest
 from mezzo.tasks import templates
-from mezzo.tasks.template_ast import Pieces
+from mezzo.tasks.template_ast import Nodes
 from mezzo.types import Example, Family
 
 Kind = Literal["classification", "choice", "generation"]
 Metric = Literal["accuracy", "f1", "matthews"]
 
-_CHOICES = {
-    "family": ("masked", "causal"),
-    "kind": ("classification", "choice", "generation"),
-    "metric": ("accuracy", "f1", "matthews"),
-}
+_CHOICES = {"family": get_args(Family), "kind": get_args(Kind), "metric": get_args(Metric)}
 
 
 @dataclass(frozen=True)
 class Task:
-    """What to ask of a model about a row of data, and which answers count.
+    """What to ask a model about a row of data, and which answers are scored.
 
     `labels` and `words` are in candidate order. A `choice` has its candidates in columns of the row, and a `generation`
     its answers in the label column. `id_orders` says, per source of data, which label each integer id means.
@@ -48,27 +44,27 @@ class Task:
     label_column: str = "label"
     id_orders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     id_order: str | None = None
-    """The source whose id order holds when the data does not say; None: only if all declared sources agree."""
+    """The source whose id order applies when the data carries none; None: only if all declared sources agree."""
     label_aliases: Mapping[str, str] = field(default_factory=dict)
     column_aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     layout: tuple[str, ...] = ()
-    """Columns of the task's files that have no header; '' for one to ignore."""
+    """Columns of those files of the task that have no header; '' for one to ignore."""
     candidates: tuple[str, ...] = ()
     """For a choice: the columns that hold its candidates, or one column that holds a list of them."""
     fill: tuple[str, ...] = ()
     """For a choice: (column, marker): a candidate is that column's text with the candidate in the marker's place."""
     lower_candidates: bool = False
-    """For a choice: the candidate's first word is lowered, as it goes on a sentence."""
+    """For a choice: the candidate's first word is lowercased, because it continues a sentence."""
     rewrite: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Per column, pieces of text that are replaced before the template sees them."""
+    """Per column, text to replace before it enters the template."""
     answer_end: str = ""
     """For a generation: text that ends the answer, so that the model learns to stop."""
     sample: Mapping[str, Any] = field(default_factory=dict)
-    """A row to show."""
+    """An example row to display."""
 
     def __post_init__(self) -> None:
         try:
-            self._tidy()
+            self._normalize()
             self._check()
         except TaskError as error:
             raise TaskError(f"task {self.name!r}: {error}") from None
@@ -76,7 +72,7 @@ class Task:
     # --- use
 
     @property
-    def pieces(self) -> Pieces:
+    def nodes(self) -> Nodes:
         """The parsed template."""
         return templates.parse(self.template, self.columns, self.family)
 
@@ -87,10 +83,10 @@ class Task:
 
     def replace(self, **changes: Any) -> Task:
         """A copy with changes, checked again."""
-        known = [f.name for f in dataclasses.fields(self)]
+        names = [f.name for f in dataclasses.fields(self)]
         for key in changes:
-            if key not in known:
-                raise TaskError(f"a task has no {key!r}{nearest(key, known)}")
+            if key not in names:
+                raise TaskError(f"a task has no {key!r}{nearest(key, names)}")
         return dataclasses.replace(self, **changes)
 
     def texts(self, example: Example) -> list[str]:
@@ -106,51 +102,51 @@ class Task:
         return text
 
     def answers(self, example: Example) -> list[str]:
-        """The answers an example is scored on: its candidates, the label words, or its gold answers."""
+        """The answers that are scored: the label words, the example's candidates, or its gold answers."""
         if self.kind == "classification":
             return list(self.words)
         if self.kind == "generation":
             return as_texts(example.fields.get(self.label_column, ()))
-        found = [text for column in self.candidates for text in as_texts(example.fields[column])]
+        candidates = [text for column in self.candidates for text in as_texts(example.fields[column])]
         if self.lower_candidates:
-            found = [_lower_first_word(text) for text in found]
+            candidates = [_lower_first_word(text) for text in candidates]
         if self.fill:
             column, marker = self.fill
-            found = [self.text(example, column).replace(marker, text) for text in found]
-        return found
+            candidates = [self.text(example, column).replace(marker, text) for text in candidates]
+        return candidates
 
     def render(self, example: Example | None = None) -> str:
-        """The prompt as a person reads it, without a tokenizer; of the task's own sample row by default."""
+        """The prompt for a human reader, without a tokenizer; of the task's sample row by default."""
         example = example if example is not None else Example(self.sample)
-        return templates.render(self.pieces, self.texts(example))
+        return templates.render(self.nodes, self.texts(example))
 
     def describe(self) -> dict[str, Any]:
         """What `mezzo tasks show` prints."""
-        shown = self.render() if self.sample else ""
-        about = {"name": self.name, "family": self.family, "kind": self.kind, "template": self.template}
-        return {**about, "words": self.word_of, "metric": self.metric, "example": shown, "max_length": self.max_length}
+        computed = {"words": self.word_of, "example": self.render() if self.sample else ""}
+        keys = ("name", "family", "kind", "template", "words", "metric", "example", "max_length")
+        return {key: computed[key] if key in computed else getattr(self, key) for key in keys}
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values that `get_task` turns into an equal task; defaults are left out."""
+        """Plain values from which `get_task` makes an equal task; defaults are left out."""
         return {
-            f.name: _plain(getattr(self, f.name))
+            f.name: _to_plain(getattr(self, f.name))
             for f in dataclasses.fields(self)
-            if f.name in ("name", "family") or getattr(self, f.name) != _default(f)
+            if f.name in ("name", "family") or getattr(self, f.name) != _default_value(f)
         }
 
     # --- checks
 
-    def _tidy(self) -> None:
+    def _normalize(self) -> None:
         """Lists become tuples; words may be given by label name."""
         for name in ("name", "template", "label_column", "answer_end"):
             if not isinstance(getattr(self, name), str):
-                raise TaskError(f"{name} is {getattr(self, name)!r}; give a text")
+                raise TaskError(f"{name} is {getattr(self, name)!r}; give a string")
         for name in ("id_orders", "label_aliases", "column_aliases", "rewrite", "sample"):
             if not isinstance(getattr(self, name), Mapping):
                 raise TaskError(f"{name} is {getattr(self, name)!r}; give a table")
         words = self.words
         if isinstance(words, Mapping):
-            words = by_label(words, self.labels or tuple(words), "word")
+            words = order_by_label(words, self.labels or tuple(words))
             object.__setattr__(self, "labels", self.labels or tuple(self.words))
         object.__setattr__(self, "words", words)
         for name in ("columns", "labels", "words", "candidates", "fill", "layout"):
@@ -171,13 +167,13 @@ class Task:
         if not self.columns:
             raise TaskError("no columns; name the data's text columns, such as columns = ['text']")
         for name in ("columns", "labels", "words"):
-            _distinct(name, getattr(self, name))
+            _check_distinct(name, getattr(self, name))
         if self.kind == "classification":
             self._check_labels()
         elif self.family == "masked":
             raise TaskError(f"a {self.kind} task needs a causal model; set family = 'causal'")
         if self.kind == "choice" and not self.candidates:
-            raise TaskError("a choice needs candidates: the columns that hold them")
+            raise TaskError("a choice task needs candidates: the columns that hold them")
         templates.parse(self.template, self.columns, self.family)
 
     def _check_labels(self) -> None:
@@ -191,8 +187,8 @@ class Task:
             if sorted(order) != sorted(self.labels):
                 raise TaskError(f"the id order of {source!r} is {order}; it must list each of {self.labels} once")
         if self.id_order is not None and self.id_order not in self.id_orders:
-            known = ", ".join(self.id_orders) or "none"
-            raise TaskError(f"id_order {self.id_order!r} is not declared in id_orders ({known})")
+            declared = ", ".join(self.id_orders) or "none"
+            raise TaskError(f"id_order {self.id_order!r} is not declared in id_orders ({declared})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +198,13 @@ class MLMConfig:
     template: str | None = None
     label_word_mapping: Mapping[str | int, str] | None = None
     use_space_prefix: bool | None = None
-    """None: as the task has it."""
+    """None: as in the task."""
 
     def apply(self, task: Task) -> Task:
         """`task` with this template and these words.
 
         Integer keys are translated by the task's id order; where sources disagree on it, the ids themselves become the
-        labels, so that data with those ids needs nothing more.
+        labels, so that data with those ids needs no further settings.
         """
         changes: dict[str, Any] = {} if self.use_space_prefix is None else {"space_prefix": self.use_space_prefix}
         if self.template is not None:
@@ -218,7 +214,9 @@ class MLMConfig:
         if mapping and len(ids) == len(mapping):
             orders = set(task.id_orders.values()) if task.id_order is None else {task.id_orders[task.id_order]}
             if sorted(ids) != list(range(len(task.labels))):
-                raise TaskError(f"label_word_mapping has ids {sorted(ids)}; task {task.name!r} has {len(task.labels)}")
+                raise TaskError(
+                    f"label_word_mapping has ids {sorted(ids)}; {task.name!r} has {len(task.labels)} labels"
+                )
             if len(orders) == 1:
                 mapping = {label: ids[i] for i, label in enumerate(orders.pop())}
             else:
@@ -226,23 +224,23 @@ class MLMConfig:
                 changes |= {"labels": names, "id_orders": {"data": names}, "id_order": "data", "label_aliases": {}}
                 mapping = {str(i): word for i, word in ids.items()}
         if mapping:
-            changes["words"] = by_label(mapping, changes.get("labels", task.labels), "word")
+            changes["words"] = order_by_label(mapping, changes.get("labels", task.labels))
         return task.replace(**changes)
 
 
-def by_label(values: Mapping[Any, str], labels: Sequence[str], what: str) -> tuple[str, ...]:
-    """The mapping's values in label order; every label once, and nothing else."""
-    for key in values:
+def order_by_label(words: Mapping[Any, str], labels: Sequence[str]) -> tuple[str, ...]:
+    """The words in label order; every label must have one, and nothing else."""
+    for key in words:
         if str(key) not in labels:
-            raise TaskError(f"a {what} for {key!r}, not a label of {', '.join(labels)}{nearest(str(key), labels)}")
-    named = {str(key): value for key, value in values.items()}
-    if missing := [label for label in labels if label not in named]:
-        raise TaskError(f"no {what} for label {missing[0]!r}; give one per label")
-    return tuple(named[label] for label in labels)
+            raise TaskError(f"a word for {key!r}, but the labels are {', '.join(labels)}{nearest(str(key), labels)}")
+    word_of = {str(key): word for key, word in words.items()}
+    if missing := [label for label in labels if label not in word_of]:
+        raise TaskError(f"no word for label {missing[0]!r}; give one per label")
+    return tuple(word_of[label] for label in labels)
 
 
 def as_texts(value: Any) -> list[str]:
-    """One text or several, as a list without repetitions: a string, a list of strings, or a `{"text": [...]}`."""
+    """The distinct texts of a string, a list of strings, or a `{"text": [...]}`."""
     if isinstance(value, Mapping):
         value = value.get("text", value.get("spans", ()))
     values = [value] if isinstance(value, str) else list(value or ())
@@ -260,17 +258,17 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     return tuple(str(item) for item in value)
 
 
-def _distinct(name: str, values: Sequence[str]) -> None:
+def _check_distinct(name: str, values: Sequence[str]) -> None:
     for value in values:
         if values.count(value) > 1:
-            raise TaskError(f"{value!r} is twice in {name}; each must differ")
+            raise TaskError(f"{value!r} appears twice in {name}; each must be different")
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+        return {key: _to_plain(item) for key, item in value.items()}
+    return [_to_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
-def _default(f: dataclasses.Field[Any]) -> Any:
+def _default_value(f: dataclasses.Field[Any]) -> Any:
     return f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default

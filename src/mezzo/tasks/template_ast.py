@@ -1,24 +1,23 @@
-"""What a template is made of once it is parsed: a row of small pieces, the same for both ways of writing templates."""
+"""The nodes of a parsed template. Both ways of writing templates are parsed into the same nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal as Choice
 
-SPECIALS = ("cls", "bos", "eos", "sep", "mask")
+SPECIAL_TOKENS = ("cls", "bos", "eos", "sep", "mask")
 
 
 @dataclass(frozen=True, slots=True)
-class Special:
-    """A special token of the model; `advance` (`sep+`) starts the next segment after it."""
+class SpecialToken:
+    """A special token of the model; after one with `advance` (`sep+`) the next segment starts."""
 
     name: str
     advance: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Literal:
+class Text:
     """Text of the template itself. It is never truncated."""
 
     text: str
@@ -30,7 +29,8 @@ class Slot:
 
     index: int
     space: bool = False
-    case: Choice["", "l", "u"] = ""
+    case: str = ""
+    """The first letter: `l` for lower case, `u` for upper case, empty for as it is."""
     drop: str = ""
     """`-` drops the last character whatever it is; any other character is dropped only if the text ends with it."""
 
@@ -53,44 +53,44 @@ class LabelWord:
     of_demo: bool = False
 
 
-Piece = Special | Literal | Slot | LabelWord
-Pieces = tuple[Piece, ...]
+Node = SpecialToken | Text | Slot | LabelWord
+Nodes = tuple[Node, ...]
 
-MASK = Special("mask")
-
-
-def demonstration(piece: Piece, columns: int) -> int:
-    """The number of the demonstration a piece belongs to; -1 for the query's own."""
-    if isinstance(piece, Slot):
-        return piece.index // columns - 1
-    return piece.index if isinstance(piece, LabelWord) and piece.of_demo else -1
+MASK = SpecialToken("mask")
 
 
-def needs_demonstrations(pieces: Pieces, columns: int) -> bool:
-    """Does the template itself place demonstrations (`sent_i` beyond the row's texts, or `labelx_i`)?"""
-    return any(demonstration(piece, columns) >= 0 for piece in pieces)
+def demonstration_index(node: Node, columns: int) -> int:
+    """The number of the demonstration a node belongs to; -1 for the query."""
+    if isinstance(node, Slot):
+        return node.index // columns - 1
+    return node.index if isinstance(node, LabelWord) and node.of_demo else -1
 
 
-def append_demonstrations(pieces: Pieces, columns: int, count: int) -> Pieces:
-    """The masked-LM rule: after the query, once per label, the template again without `cls`, its mask filled."""
-    body = tuple(piece for piece in pieces if piece != Special("cls"))
-    return pieces + tuple(piece for i in range(count) for piece in _demonstration(body, i, columns))
+def contains_demonstrations(nodes: Nodes, columns: int) -> bool:
+    """Does the template itself contain demonstrations (`sent_i` beyond the row's texts, or `labelx_i`)?"""
+    return any(demonstration_index(node, columns) >= 0 for node in nodes)
 
 
-def prepend_demonstrations(pieces: Pieces, columns: int, count: int, separator: str = "\n\n") -> Pieces:
-    """The causal rule: before the query, once per label, the prompt with its answer, then an empty line."""
-    shots: list[Piece] = []
+def append_demonstrations(nodes: Nodes, columns: int, count: int) -> Nodes:
+    """For masked models: after the query, once per label, the template again without `cls`, its mask filled."""
+    body = tuple(node for node in nodes if node != SpecialToken("cls"))
+    return nodes + tuple(node for i in range(count) for node in _demonstration_nodes(body, i, columns))
+
+
+def prepend_demonstrations(nodes: Nodes, columns: int, count: int, separator: str = "\n\n") -> Nodes:
+    """For causal models: before the query, once per label, the prompt with its answer, then an empty line."""
+    demonstrations: list[Node] = []
     for i in range(count):
-        shots += [*_demonstration(pieces, i, columns), LabelWord(i, of_demo=True), Literal(separator)]
-    return (*shots, *pieces)
+        demonstrations += [*_demonstration_nodes(nodes, i, columns), LabelWord(i, of_demo=True), Text(separator)]
+    return (*demonstrations, *nodes)
 
 
-def _demonstration(pieces: Sequence[Piece], i: int, columns: int) -> list[Piece]:
-    """The template's pieces with the texts and the label word of demonstration `i` instead of the query's."""
-    moved: list[Piece] = []
-    for piece in pieces:
-        if isinstance(piece, Slot):
-            moved.append(replace(piece, index=columns * (i + 1) + piece.index))
+def _demonstration_nodes(nodes: Sequence[Node], i: int, columns: int) -> list[Node]:
+    """The template's nodes with the texts and the label word of demonstration `i` instead of the query's."""
+    renumbered: list[Node] = []
+    for node in nodes:
+        if isinstance(node, Slot):
+            renumbered.append(replace(node, index=columns * (i + 1) + node.index))
         else:
-            moved.append(LabelWord(i, of_demo=True) if piece == MASK else piece)
-    return moved
+            renumbered.append(LabelWord(i, of_demo=True) if node == MASK else node)
+    return renumbered

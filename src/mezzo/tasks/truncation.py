@@ -5,35 +5,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def fit(lengths: Sequence[int], ranks: Sequence[int], room: int) -> list[int]:
-    """New lengths whose sum is at most `room`: the highest rank gives way first, and the longest within a rank.
+def truncate_lengths(lengths: Sequence[int], ranks: Sequence[int], limit: int) -> list[int]:
+    """New lengths whose sum is at most `limit`: the highest rank is cut first, and the longest within a rank.
 
-    The query's texts have rank 0 and its demonstrations' 1, so the query is cut only when nothing is left of them.
+    The texts of the query have rank 0, those of demonstrations 1: the query is cut only when nothing is left of them.
     """
-    kept = [0] * len(lengths)
+    truncated = [0] * len(lengths)
     for rank in sorted(set(ranks)):
         members = [i for i, r in enumerate(ranks) if r == rank]
-        for i, length in zip(members, _level([lengths[i] for i in members], room), strict=True):
-            kept[i] = length
-            room -= length
-    return kept
+        for i, length in zip(members, _cut_longest([lengths[i] for i in members], limit), strict=True):
+            truncated[i] = length
+            limit -= length
+    return truncated
 
 
-def _level(lengths: Sequence[int], room: int) -> list[int]:
-    """Cut the longest to a common level; what does not divide evenly goes to the first of them."""
-    if sum(lengths) <= room:
+def _cut_longest(lengths: Sequence[int], limit: int) -> list[int]:
+    """Cut the longest to a common length; what does not divide evenly goes to the first of them."""
+    if sum(lengths) <= limit:
         return list(lengths)
-    left, level = max(room, 0), 0
+    left, common = max(limit, 0), 0
     for rank, length in enumerate(sorted(lengths)):
         share = left // (len(lengths) - rank)
         if length > share:
-            level = share
+            common = share
             break
         left -= length
-    kept = [min(length, level) for length in lengths]
-    spare = max(room, 0) - sum(kept)
+    truncated = [min(length, common) for length in lengths]
+    remainder = max(limit, 0) - sum(truncated)
     for i, length in enumerate(lengths):
-        if spare and length > kept[i]:
-            kept[i] += 1
-            spare -= 1
-    return kept
+        if remainder and length > truncated[i]:
+            truncated[i] += 1
+            remainder -= 1
+    return truncated

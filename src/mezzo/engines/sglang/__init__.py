@@ -1,4 +1,4 @@
-"""The engine on an unmodified SGLang: in process, or against running servers by URL."""
+"""The engine on an unmodified SGLang: started in process, or running as servers that are reached by URL."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from mezzo.engines.base import Engine, EngineSpec
 
 
 def open_engine(spec: EngineSpec) -> Engine:
-    """SGLang with the model of `spec` at the base: servers where URLs are given, else started here."""
+    """The model of `spec` on SGLang: on its servers where URLs are given, otherwise in process."""
     if spec.urls:
         from mezzo.engines.sglang.server.engine import ServerEngine
 
         return ServerEngine(spec)
-    from mezzo.engines.sglang.versions import check_version
+    from mezzo.engines.sglang.versions import installed_version
 
-    check_version()
-    from mezzo.engines.sglang.inprocess.engine import SGLangEngine
+    installed_version()
+    from mezzo.engines.sglang.inprocess.engine import InProcessEngine
 
-    return SGLangEngine(spec)
+    return InProcessEngine(spec)

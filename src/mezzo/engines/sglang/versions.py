@@ -1,4 +1,4 @@
-"""Which SGLang is there, and whether it is one this engine was run with."""
+"""Which version of SGLang is installed or running, and whether this engine supports it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from mezzo.errors import ConfigError
 
 OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
-"""The range that is accepted. CI runs the newest; where the oldest differs is known from its source, and detected."""
+"""The supported range. CI runs the newest; where the oldest differs is known from its source, and detected."""
 
 INSTALL = (
     "pip install 'mezzo[sglang]' beside a GPU; without one, scripts/sglang_env/build.sh FOLDER makes an environment "
@@ -16,23 +16,22 @@ INSTALL = (
 )
 
 
-def check_version(found: str | None = None) -> str:
-    """The installed version, or an explanation of what to install."""
-    if found is None:
-        try:
-            found = importlib.metadata.version("sglang")
-        except importlib.metadata.PackageNotFoundError:
-            raise ConfigError(f"the sglang engine needs SGLang, which is not installed: {INSTALL}") from None
-    refuse_version(found)
-    return found
+def installed_version() -> str:
+    """The installed version; raise ConfigError if there is none, or an unsupported one."""
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(f"the sglang engine needs SGLang, which is not installed: {INSTALL}") from None
+    refuse_version(version)
+    return version
 
 
-def refuse_version(found: str, where: str = "") -> None:
-    """Raise unless `found` lies in the supported range."""
-    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", found)
+def refuse_version(version: str, where: str = "") -> None:
+    """Raise ConfigError unless `version` lies in the supported range."""
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     if not numbers or not OLDEST <= tuple(int(n) for n in numbers.groups()) <= NEWEST:
-        shown = " to ".join(".".join(map(str, version)) for version in (OLDEST, NEWEST))
+        supported = " to ".join(".".join(map(str, each)) for each in (OLDEST, NEWEST))
         raise ConfigError(
-            f"{where}SGLang {found} is not supported: this engine reaches into SGLang's workers and knows versions "
-            f"{shown}. Install one of these, e.g. pip install sglang=={'.'.join(map(str, NEWEST))}"
+            f"{where}SGLang {version} is not supported: this engine depends on SGLang's internals and supports versions "
+            f"{supported}. Install one of these, e.g. pip install sglang=={'.'.join(map(str, NEWEST))}"
         )

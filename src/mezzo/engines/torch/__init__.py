@@ -21,7 +21,7 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
     device = device_of(spec.device)
     if spec.threads:
         torch.set_num_threads(spec.threads)
-    how = quantized.settings(spec.quantize, device) if spec.quantize else None
+    quantize = quantized.loading_options(spec.quantize, device) if spec.quantize else None
     model = load_model(
         spec.model,
         spec.family,
@@ -29,10 +29,10 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
         seed=spec.seed,
         dtype=getattr(torch, spec.dtype),
         remote_code=spec.remote_code,
-        quantize=how,
+        quantize=quantize,
     )
     config: Any = model.config
-    if spec.classes and (config.pad_token_id is None or _looks_for_padding(model)):
+    if spec.classes and (config.pad_token_id is None or _reads_last_token(model)):
         config.pad_token_id = spec.pad_id
     engine = TorchEngine(
         model,
@@ -46,7 +46,7 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
         cache_mb=spec.cache_mb,
         base_digest=quantized.checkpoint_digest(locate(spec.model), spec.quantize) if spec.quantize else "",
     )
-    if engine.frozen_cache and engine.frozen_cache.whole and not spec.classes and device.type == "cpu":
+    if engine.frozen_cache and engine.frozen_cache.all_frozen and not spec.classes and device.type == "cpu":
         if spec.fewer_rows:
             engine.micro_batch = MicroBatch(rows=HEAD_ROWS)
         if not spec.threads:
@@ -56,20 +56,20 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
     return engine
 
 
-def _looks_for_padding(model: Any) -> bool:
+def _reads_last_token(model: Any) -> bool:
     """True for a head that reads the last token that is not padding, as those of causal models do."""
     return "pad_token_id" in inspect.getsource(type(model).forward)
 
 
 CPU_ROWS, CPU_WASTE = 16, 0.1
-"""More rows share more of what is done once a unit, and pad more; of 4, 8 and 16 in lengths equal and mixed, this is the best."""
+"""More rows share more of what is done once a micro-batch, and pad more; the best of 4, 8 and 16, for equal and mixed lengths."""
 HEAD_ROWS, HEAD_THREADS = 256, 1
-"""An LM head behind layers whose outcome is kept sees one position of each example: many are little work, and threads that wait
-for each other cost more than they bring (ten times more where another process has one of the cores)."""
+"""An LM head behind cached layers reads one position of each example: many of them are little work, and threads that wait for
+each other cost more than they gain (ten times more where another process uses one of the cores)."""
 
 
 def choose_micro_batch(rows: int, fewer: bool, device: str) -> MicroBatch:
-    """The unit of work for `rows` examples at most; with `fewer`, as many as are fastest."""
+    """Micro-batches of `rows` examples at most; with `fewer`, of as many as are fastest."""
     if device != "cpu":
         return MicroBatch(rows=rows, pad_to=8)
     return MicroBatch(rows=min(rows, CPU_ROWS), waste=CPU_WASTE) if fewer else MicroBatch(rows=rows)

@@ -1,27 +1,28 @@
-"""What a Hugging Face model is made of, in the words of `space`: every tensor the readout uses, its kind and depth."""
+"""What a Hugging Face model is made of, as `space` sees it: every tensor the readout uses, its kind and depth."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from mezzo.errors import ModelError, out_of_memory
+from mezzo.errors import ModelError, is_out_of_memory
 from mezzo.types import TensorInfo, TensorKind
 
 LAYER = re.compile(r"\.(\d+)\.")
 
 
-def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """(module name, module, parameter's own name, parameter) for every owner, tied ones included."""
-    for module_name, module in model.named_modules():
+def parameter_owners(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """(module, the module's name of a parameter, parameter) for every owner, those of tied parameters included."""
+    for module in model.modules():
         for own_name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            yield module_name, module, own_name, parameter
+            yield module, own_name, parameter
 
 
 def canonical_names(model: nn.Module) -> dict[int, str]:
@@ -33,58 +34,65 @@ def catalogue(model: nn.Module, used: set[nn.Module]) -> list[TensorInfo]:
     """The tensors of modules that ran in a forward; a tied tensor once, under the name of its first owner."""
     names = canonical_names(model)
     base = getattr(model, "base_model_prefix", "")
-    found: dict[str, TensorInfo] = {}
-    for _, module, own_name, parameter in owners(model):
+    infos: dict[str, TensorInfo] = {}
+    for module, own_name, parameter in parameter_owners(model):
         name = names[id(parameter)]
-        if name in found or module not in used:
+        if name in infos or module not in used:
             continue
         if not parameter.is_floating_point():
-            if isinstance(module, nn.Linear):  # packed: LoRA can still attach to it
+            if isinstance(module, nn.Linear):  # quantised: LoRA can still be added to it
                 shape = (module.out_features, module.in_features)
-                found[name] = TensorInfo(name, shape, "matrix", layer_of(name), linear=True)
+                infos[name] = TensorInfo(name, shape, "matrix", layer_of(name), linear=True)
             continue
         kind = _kind(name, own_name, module, base)
         linear = kind == "matrix" and own_name == "weight"
-        found[name] = TensorInfo(
+        infos[name] = TensorInfo(
             name, tuple(parameter.shape), kind, layer_of(name), linear, linear and isinstance(module, Conv1D)
         )
-    return list(found.values())
+    return list(infos.values())
 
 
 def layer_of(name: str) -> int:
-    """The depth in the stack that a tensor's name tells; -1 outside it."""
+    """The depth in the stack, by a tensor's name; -1 outside it."""
     depth = LAYER.search(name)
     return int(depth[1]) if depth else -1
 
 
 def base_models(model: nn.Module) -> list[nn.Module]:
     """The modules whose last hidden states the LM head reads: the base model, or the decoder inside it that is called alone."""
-    found = [getattr(model, "base_model", None)]
     getter = getattr(model, "get_decoder", None)
-    found.append(getter() if getter else None)
-    return [m for index, m in enumerate(found) if m is not None and m is not model and m not in found[:index]]
+    candidates = dict.fromkeys([getattr(model, "base_model", None), getter() if getter else None])
+    return [module for module in candidates if module is not None and module is not model]
 
 
 def used_modules(model: nn.Module, inputs: dict[str, Tensor]) -> set[nn.Module]:
     """The modules that a forward runs through: a pooler that the readout ignores is not trained."""
-    return set(watched(model, inputs)[0])
+    return set(trace_modules(model, inputs).order)
 
 
-def watched(
-    model: nn.Module, inputs: Mapping[str, Any]
-) -> tuple[dict[nn.Module, int], dict[nn.Module, int], set[nn.Module]]:
-    """When each module first ran, how many values it returned (0: a bare tensor), and which ran more than once."""
-    order: dict[nn.Module, int] = {}
-    shapes: dict[nn.Module, int] = {}
-    again: set[nn.Module] = set()
+@dataclass(frozen=True, slots=True)
+class ModuleTrace:
+    """How the modules of a model ran in one forward."""
+
+    order: dict[nn.Module, int] = field(default_factory=dict)
+    """When each module first ran."""
+    output_values: dict[nn.Module, int] = field(default_factory=dict)
+    """How many values it returned; 0 for a bare tensor."""
+    repeated: set[nn.Module] = field(default_factory=set)
+    """Modules that ran more than once."""
+
+
+def trace_modules(model: nn.Module, inputs: Mapping[str, Any]) -> ModuleTrace:
+    """Run one forward and record the modules; ModelError if it fails."""
+    trace = ModuleTrace()
 
     def before(module: nn.Module, _: Any) -> None:
-        if module in order:
-            again.add(module)
-        order.setdefault(module, len(order))
+        if module in trace.order:
+            trace.repeated.add(module)
+        trace.order.setdefault(module, len(trace.order))
 
     def after(module: nn.Module, _: Any, output: Any) -> None:
-        shapes[module] = len(output) if isinstance(output, tuple) else 0
+        trace.output_values[module] = len(output) if isinstance(output, tuple) else 0
 
     hooks = [module.register_forward_pre_hook(before) for module in model.modules()]
     hooks += [module.register_forward_hook(after) for module in model.modules()]
@@ -92,16 +100,16 @@ def watched(
         with torch.no_grad():
             model(**inputs)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if out_of_memory(error):
+        if is_out_of_memory(error):
             raise
-        said = (str(error).splitlines() or [type(error).__name__])[0]
+        message = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"{type(model).__name__} itself fails on a few tokens ({said}); is its config.json whole?"
+            f"{type(model).__name__} itself fails on a few tokens ({message}); is its config.json complete?"
         ) from None
     finally:
         for hook in hooks:
             hook.remove()
-    return order, shapes, again
+    return trace
 
 
 def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -117,7 +125,7 @@ def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def is_pooler(name: str) -> bool:
-    """BERT and its kin pool inside the base model, and for a head alone: a checkpoint saved with its LM head has no pooler."""
+    """BERT-like models have a pooler inside the base model, for a head alone: a checkpoint saved with its LM head has none."""
     return "pooler" in name.split(".")
 
 
@@ -131,9 +139,3 @@ def _kind(name: str, own_name: str, module: nn.Module, base: str) -> TensorKind:
     if own_name == "bias":
         return "bias"
     return "matrix" if isinstance(module, (nn.Linear, Conv1D)) else "other"
-
-
-def known(module: nn.Module, names: Collection[str]) -> bool:
-    """True for an instance of a class of transformers with one of these names, which a stranger's code may use as well."""
-    kind = type(module)
-    return kind.__name__ in names and kind.__module__.startswith("transformers.")

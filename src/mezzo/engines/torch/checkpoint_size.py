@@ -1,4 +1,4 @@
-"""What a model folder claims, against what its weights hold: checked before memory is taken for it."""
+"""The size that a model's configuration states, compared with its weights before memory is allocated for it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from mezzo.engines.architectures import layer_count
 from mezzo.errors import ModelError
 
-DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 SPARE = 2**24
 """Parameters that may be missing from any file: a fresh head is made, not read."""
 
 
-def weighed(path: str, auto: Any, name: str, config: Any) -> str:
-    """The path again; ModelError where there are no safetensors, or the configuration describes a far larger model.
+def check_size(folder: Path, auto: Any, name: str, config: Any) -> None:
+    """ModelError where there are no safetensors, or the configuration describes a far larger model.
 
-    Without a configuration (its model's code is somebody's own) the second is not asked.
+    Without a configuration (where the model brings its own code) the second is not checked.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        return path
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
@@ -31,21 +28,20 @@ def weighed(path: str, auto: Any, name: str, config: Any) -> str:
         raise ModelError(f"{name} has no weights as .safetensors{why}: save it again with save_pretrained")
     if config is not None:
         _compare(config, files, auto, name)
-    return path
 
 
 def _compare(config: Any, files: list[Path], auto: Any, name: str) -> None:
-    held = [size for file in files for size in _sizes(file)]
-    depth = max((value for key in DEPTHS if isinstance(value := getattr(config, key, 0), int)), default=0)
-    if depth > len(held):
-        raise ModelError(f"{name}: config.json claims {depth} layers, and its weights are {len(held)} tensors")
+    sizes = [size for file in files for size in _sizes(file)]
+    depth = layer_count(config)
+    if depth > len(sizes):
+        raise ModelError(f"{name}: config.json claims {depth} layers, and its weights are {len(sizes)} tensors")
     with torch.device("meta"):
-        claimed = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
-    if claimed > 4 * sum(held) + SPARE:
-        raise ModelError(f"{name}: config.json describes {claimed:,} parameters, and its weights are {sum(held):,}")
+        stated = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
+    if stated > 4 * sum(sizes) + SPARE:
+        raise ModelError(f"{name}: config.json describes {stated:,} parameters, and its weights are {sum(sizes):,}")
 
 
 def _sizes(file: Path) -> list[int]:
-    """Elements of each tensor, by the file's header, which safetensors has held against the file's length."""
+    """Elements of each tensor, by the file's header, which safetensors has compared with the file's length."""
     with safe_open(file, framework="numpy") as tensors:
         return [math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys()]  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""Where trained tensors begin: the model's own, LoRA's factors from a seed, a prefix from the activations of a text."""
+"""Initial values of trained tensors: the model's own, LoRA's factors from a seed, a prefix from the activations of a text."""
 
 from __future__ import annotations
 
@@ -22,47 +22,60 @@ class InitialValues:
         self, model: nn.Module, space: Space, seed: int, device: torch.device, prefix_ids: Sequence[int]
     ) -> None:
         self.model, self.space, self.seed, self.device = model, space, seed, device
-        self.catalogue: list[TensorInfo] = []
+        self.added_tensors: list[TensorInfo] = []
         """Tensors that the model itself does not have."""
-        self._prefixes = self._prefix_starts(prefix_ids) if space.kind == "prefix" else {}
+        self._prefixes = self._prefix_values(prefix_ids) if space.kind == "prefix" else {}
 
     def tensors(
         self, trained: Sequence[TrainedTensor], stored: Mapping[str, Tensor]
     ) -> list[tuple[TrainedTensor, Tensor]]:
         """`stored`: parameters as they were before the model was widened."""
         parameters = {**dict(self.model.named_parameters()), **stored}
-        return [(t, parameters[t.name] if t.name in parameters else self._fresh(t)) for t in trained]
+        return [(t, parameters[t.name] if t.name in parameters else self._added_value(t)) for t in trained]
 
-    def partners(self, trained: Sequence[TrainedTensor], catalogue: Sequence[TensorInfo]) -> dict[str, Tensor]:
-        """The other one of a pair of which only one is trained: LoRA's factors, a prefix's keys and values."""
-        names = {t.name for t in trained}
-        if self.space.kind not in ("lora", "prefix"):
-            return {}
-        every = select(replace(self.space, only=(), layers=""), catalogue)
-        return {t.name: self._fresh(t) for t in every if t.name not in names and _partner(t.name) in names}
+    def frozen_partners(self, trained: Sequence[TrainedTensor], catalogue: Sequence[TensorInfo]) -> dict[str, Tensor]:
+        """The values of `untrained_partners`."""
+        return {t.name: self._added_value(t) for t in untrained_partners(self.space, trained, catalogue)}
 
-    def _prefix_starts(self, ids: Sequence[int]) -> dict[str, Tensor]:
-        """What a text gives at each attention module; without a text, some tokens of the vocabulary."""
+    def _prefix_values(self, ids: Sequence[int]) -> dict[str, Tensor]:
+        """The keys and values of a text at each attention module; without a text, of some tokens of the vocabulary."""
         size: int = self.model.config.vocab_size  # type: ignore[assignment, union-attr]
         text = list(ids) or [int(n) for n in noise.order(self.seed, "prefix", size)[: self.space.tokens]]
-        found = prefix.activations(self.model, torch.tensor([text], device=self.device))
-        self.catalogue = list(prefix.catalogue(found))
+        activations = prefix.record_activations(self.model, torch.tensor([text], device=self.device))
+        self.added_tensors = prefix.tensor_infos(activations)
         return {
-            name: value for path, pair in found.items() for name, value in zip(prefix_names(path), pair, strict=True)
+            name: value
+            for path, pair in activations.items()
+            for name, value in zip(prefix_names(path), pair, strict=True)
         }
 
-    def _fresh(self, trained: TrainedTensor) -> Tensor:
-        """LoRA's start: A uniform as a linear layer's weight, B zero, so that the model is unchanged at first."""
+    def _added_value(self, trained: TrainedTensor) -> Tensor:
         if trained.kind == "prefix":
             return self._prefixes[trained.name]
-        if trained.kind != "lora_A":
-            return torch.zeros(trained.shape, device=self.device)
-        count, bound = int(np.prod(trained.shape)), trained.shape[1] ** -0.5
-        values = noise.uniform(self.seed, f"init/{trained.name}", count, bound)
-        return torch.from_numpy(values).view(trained.shape).to(self.device)
+        return initial_lora_factor(trained, self.seed).to(self.device)
 
 
-def _partner(name: str) -> str:
+def initial_lora_factor(trained: TrainedTensor, seed: int) -> Tensor:
+    """A uniform like a linear layer's weight, B zero, so that the model is unchanged at first."""
+    if trained.kind != "lora_A":
+        return torch.zeros(trained.shape)
+    count, bound = int(np.prod(trained.shape)), trained.shape[1] ** -0.5
+    return torch.from_numpy(noise.uniform(seed, f"init/{trained.name}", count, bound)).view(trained.shape)
+
+
+def untrained_partners(
+    space: Space, trained: Sequence[TrainedTensor], catalogue: Sequence[TensorInfo]
+) -> tuple[TrainedTensor, ...]:
+    """The other tensor of each pair of which only one is trained: LoRA factors, or a prefix's keys and values."""
+    if not space.adapter:
+        return ()
+    names = {t.name for t in trained}
+    every = select(replace(space, only=(), layers=""), catalogue)
+    return tuple(t for t in every if t.name not in names and partner_name(t.name) in names)
+
+
+def partner_name(name: str) -> str:
+    """The other tensor of a pair."""
     if name.endswith((".prefix_key", ".prefix_value")):
         a, b = prefix_names(name.rsplit(".", 1)[0])
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from mezzo.engines.hf_hub import fetched, load_config, quiet
 from mezzo.engines.torch.catalog import is_pooler
-from mezzo.engines.torch.checkpoint_size import weighed
+from mezzo.engines.torch.checkpoint_size import check_size
 from mezzo.errors import ConfigError, ModelError
 from mezzo.method import noise
 from mezzo.types import Family
@@ -29,7 +30,7 @@ def load_model(
 ) -> nn.Module:
     """The model in eval mode; with `classes`, a classification head whose fresh weights depend on `seed` alone.
 
-    `quantize` is what `quantized.settings` says.
+    `quantize` are the options of `quantized.loading_options`.
     """
     import transformers
 
@@ -45,19 +46,22 @@ def load_model(
             f"{name} is stored quantised: give the checkpoint it was made from, and --quantize 4bit or 8bit"
         )
     extra |= quantize or {}
-    with quiet():
-        model, report = fetched(
-            name,
-            lambda path, **how: auto.from_pretrained(
-                weighed(path, auto, name, None if remote_code else config),
-                dtype=dtype,
-                output_loading_info=True,
-                use_safetensors=True,
-                trust_remote_code=remote_code,
-                **extra,
-                **how,
-            ),
+
+    def load(path: str, **options: Any) -> Any:
+        if Path(path).is_dir():
+            check_size(Path(path), auto, name, None if remote_code else config)
+        return auto.from_pretrained(
+            path,
+            dtype=dtype,
+            output_loading_info=True,
+            use_safetensors=True,
+            trust_remote_code=remote_code,
+            **extra,
+            **options,
         )
+
+    with quiet():
+        model, report = fetched(name, load)
     _fill_missing(model, sorted(report["missing_keys"]), name, seed, fresh_head=bool(classes))
     model.eval()
     model.requires_grad_(False)
@@ -65,13 +69,13 @@ def load_model(
 
 
 def _fill_missing(model: nn.Module, missing: list[str], name: str, seed: int, fresh_head: bool) -> None:
-    """A missing LM head would be random weights that look trained: refuse it. A fresh classification head is our own."""
+    """Initialise a fresh classification head. A missing LM head would be random weights that look trained: refuse it."""
     base = getattr(model, "base_model_prefix", "")
-    strange = [key for key in missing if not fresh_head or (key.startswith(base + ".") and not is_pooler(key))]
-    if strange:
-        shown = ", ".join(strange[:3]) + (" …" if len(strange) > 3 else "")
-        whole = "that holds the whole model" if fresh_head else "saved with its LM head"
-        raise ModelError(f"{name} lacks weights that this task needs ({shown}); use a checkpoint {whole}")
+    refused = [key for key in missing if not fresh_head or (key.startswith(base + ".") and not is_pooler(key))]
+    if refused:
+        shown = ", ".join(refused[:3]) + (" …" if len(refused) > 3 else "")
+        needed = "that holds the whole model" if fresh_head else "saved with its LM head"
+        raise ModelError(f"{name} lacks weights that this task needs ({shown}); use a checkpoint {needed}")
     with torch.no_grad():
         for key in missing:
             parameter = model.get_parameter(key)
@@ -83,9 +87,9 @@ def _fill_missing(model: nn.Module, missing: list[str], name: str, seed: int, fr
 
 
 def _is_gain(model: nn.Module, key: str) -> bool:
-    """What a norm multiplies by: of zeros nothing would come through."""
-    owner, _, own = key.rpartition(".")
-    return own != "bias" and "norm" in type(model.get_submodule(owner)).__name__.lower()
+    """True for the weight of a norm, which must not be zero."""
+    module, _, parameter = key.rpartition(".")
+    return parameter != "bias" and "norm" in type(model.get_submodule(module)).__name__.lower()
 
 
 def device_of(name: str) -> torch.device:
@@ -96,14 +100,14 @@ def device_of(name: str) -> torch.device:
         raise ConfigError(f"device {name!r} was asked for, but torch {torch.__version__} sees no GPU; use --device cpu")
     try:
         if torch.device(name).type not in ("cpu", "cuda", "mps", "xpu"):
-            raise RuntimeError(f"{name} is no device to compute on")
+            raise RuntimeError(f"{name} is not a device to compute on")
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
 
 
-def warm() -> None:
-    """Import what loading any model imports: for a process whose forks will load one."""
+def preload_imports() -> None:
+    """Import what loading any model imports, in a process whose forks will load one."""
     for name in (
         "modeling_utils",
         "modeling_layers",
@@ -114,6 +118,6 @@ def warm() -> None:
         importlib.import_module(f"transformers.{name}")
 
 
-def gpus() -> int:
-    """How many GPUs there are to share out among workers."""
+def gpu_count() -> int:
+    """How many GPUs there are to distribute among workers."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

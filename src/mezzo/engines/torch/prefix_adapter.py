@@ -1,4 +1,4 @@
-"""A prefix that was exported, back on an ordinary model: every claim of its files is checked first."""
+"""An exported prefix, put back on an ordinary model; its files are checked first."""
 
 from __future__ import annotations
 
@@ -18,38 +18,39 @@ LARGEST_SETTINGS = 2**20
 
 def put_prefix(model: nn.Module, folder: Path, format_: str) -> None:
     """Read `folder` and give its keys and values to the model's attention modules; ModelError when they do not fit."""
-    settings = _settings(folder)
+    settings = _read_settings(folder)
     if settings.get("format") != format_:
-        raise ModelError(f"{folder} is no prefix that this mezzo reads: its format is {settings.get('format')!r}")
+        raise ModelError(f"{folder} is not a prefix that this mezzo reads: its format is {settings.get('format')!r}")
     device = next(model.parameters()).device
     try:
         with safe_open(folder / "prefix.safetensors", framework="pt") as file:
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, ValueError) as error:
         raise ModelError(f"{folder}/prefix.safetensors cannot be read: {str(error).splitlines()[0]}") from None
-    _fits(model, tensors, folder)
-    prefix.give(model, {name: tensor.float().to(device) for name, tensor in tensors.items()})
+    _check_shapes(model, tensors, folder)
+    prefix.set_prefix(model, {name: tensor.float().to(device) for name, tensor in tensors.items()})
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+def _read_settings(folder: Path) -> dict[str, Any]:
     path = folder / "prefix_config.json"
     try:
         with path.open("rb") as file:
-            found = json.loads(file.read(LARGEST_SETTINGS))
+            settings = json.loads(file.read(LARGEST_SETTINGS))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
-def _fits(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
+def _check_shapes(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
     """Heads and widths must be the model's own; otherwise the mistake would show up in the middle of a forward."""
-    with prefix.withheld(model):
+    with prefix.without_prefix(model):
         ids = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
-        known = {info.name: info.shape for info in prefix.catalogue(prefix.activations(model, ids))}
+        activations = prefix.record_activations(model, ids)
+    shapes = {info.name: info.shape for info in prefix.tensor_infos(activations)}
     lengths: dict[str, int] = {}
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
-        fits = name in known and len(shape) == 3 and (shape[0], shape[2]) == known[name]
+        fits = name in shapes and len(shape) == 3 and (shape[0], shape[2]) == shapes[name]
         if not fits or not tensor.is_floating_point() or not tensor.isfinite().all():
             raise ModelError(
                 f"the prefix in {folder} belongs to another model: {name} does not fit {type(model).__name__}"

@@ -1,4 +1,4 @@
-"""Bytes between the ranks that torchrun has started, by torch.distributed: gloo from the host, or nccl through the GPUs."""
+"""Bytes between the ranks of a torchrun job, by torch.distributed: gloo over the host's network, or nccl between GPUs."""
 
 from __future__ import annotations
 
@@ -14,52 +14,50 @@ from torch import Tensor
 
 from mezzo.errors import ConfigError, RunFailed
 
-PATIENCE = timedelta(days=7)
-"""How long a rank waits for an order: between two of them the driver may evaluate, save or think for as long as it likes."""
+REQUEST_TIMEOUT = timedelta(days=7)
+"""How long a rank waits for the next request: in between the driver may evaluate or save for as long as it takes."""
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 
 
-MEETING = timedelta(minutes=10)
-"""For the ranks to come together."""
-
-
-class Ranks:
-    """The group of a torchrun job. Rank 0 drives."""
+class ProcessGroup:
+    """All ranks of a torchrun job."""
 
     def __init__(self, backend: str) -> None:
         if backend == "nccl" and not torch.cuda.is_available():
             raise ConfigError("--backend nccl moves numbers between GPUs, and there is none here; use --backend gloo")
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: nothing listens outside it
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: listen on the loopback address only
         self.device = torch.device("cpu")
         if backend == "nccl":
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
-        world: Any = dist  # its types hide these two names
-        store, self.rank, self.size = next(iter(world.rendezvous("env://", timeout=MEETING)))
-        meeting = world.PrefixStore(_met(store, self.rank, self.size), store)
-        dist.init_process_group(backend, store=meeting, rank=self.rank, world_size=self.size, timeout=PATIENCE)
+        untyped: Any = dist  # its types lack `rendezvous` and `PrefixStore`
+        store, self.rank, self.size = next(iter(untyped.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT)))
+        store = untyped.PrefixStore(_agree_on_prefix(store, self.rank, self.size), store)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=REQUEST_TIMEOUT)
 
     def broadcast(self, data: bytes | None, seconds: float | None = None) -> bytes:
-        """What rank 0 says, on every rank."""
+        """Send rank 0's data to every rank; the others pass None."""
         length = torch.tensor([len(data or b"")], dtype=torch.int64, device=self.device)
-        self._finished(dist.broadcast(length, src=0, async_op=True), seconds)
-        payload = self._tensor(data) if data is not None else self._room(int(length))
-        self._finished(dist.broadcast(payload, src=0, async_op=True), seconds)
+        self._wait(dist.broadcast(length, src=0, async_op=True), seconds)
+        payload = self._to_tensor(data) if data is not None else self._empty_buffer(int(length))
+        self._wait(dist.broadcast(payload, src=0, async_op=True), seconds)
         return payload.cpu().numpy().tobytes()
 
     def gather(self, data: bytes, seconds: float | None = None) -> list[bytes]:
-        """What every rank says, on every rank; one that is silent for `seconds` ends the run."""
+        """Every rank's data, on every rank; a rank that does not send within `seconds` ends the run."""
         lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
-        own = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
-        self._finished(dist.all_gather(lengths, own, async_op=True), seconds)
-        longest = max(int(length) for length in lengths)
-        parts = [self._room(longest) for _ in range(self.size)]
-        self._finished(dist.all_gather(parts, self._tensor(data.ljust(longest, b"\0")), async_op=True), seconds)
-        return [part[: int(n)].cpu().numpy().tobytes() for part, n in zip(parts, lengths, strict=True)]
+        length = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
+        self._wait(dist.all_gather(lengths, length, async_op=True), seconds)
+        longest = max(int(each) for each in lengths)
+        payloads = [self._empty_buffer(longest) for _ in range(self.size)]
+        padded = self._to_tensor(data.ljust(longest, b"\0"))
+        self._wait(dist.all_gather(payloads, padded, async_op=True), seconds)
+        return [payload[: int(n)].cpu().numpy().tobytes() for payload, n in zip(payloads, lengths, strict=True)]
 
-    def _finished(self, work: Any, seconds: float | None) -> None:
+    def _wait(self, operation: Any, seconds: float | None) -> None:
         try:
-            work.wait(timedelta(seconds=seconds) if seconds else PATIENCE)
+            operation.wait(timedelta(seconds=seconds) if seconds else REQUEST_TIMEOUT)
         except RuntimeError as error:
             reason = f"a rank did not answer within {seconds:.3g} s" if seconds else "a rank has gone"
             raise RunFailed(
@@ -67,32 +65,32 @@ class Ranks:
                 "--max-restarts goes on from there, and so does --resume"
             ) from None
 
-    def _tensor(self, data: bytes) -> Tensor:
+    def _to_tensor(self, data: bytes) -> Tensor:
         return torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8).to(self.device)
 
-    def _room(self, size: int) -> Tensor:
+    def _empty_buffer(self, size: int) -> Tensor:
         return torch.zeros(max(1, size), dtype=torch.uint8, device=self.device)
 
     def close(self) -> None:
         dist.destroy_process_group()
 
 
-def _met(store: Any, rank: int, size: int) -> str:
-    """A name for this meeting of the ranks that no earlier one had.
+def _agree_on_prefix(store: Any, rank: int, size: int) -> str:
+    """A prefix for the store's keys that no earlier start of these ranks has used.
 
-    torchrun keeps its store when it starts ranks again, with the addresses of the dead in it. So every rank asks under a name of
-    its own, and rank 0 answers until all have come.
+    torchrun keeps its store when it restarts ranks, and with it the addresses of the dead ones. So every other rank asks for the
+    prefix under a fresh name, and rank 0 answers until all of them have it.
     """
-    name, ends = uuid.uuid4().hex, time.monotonic() + MEETING.total_seconds()
+    name, deadline = uuid.uuid4().hex, time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
     if rank:
         store.set(f"mezzo/asks/{rank}", name)
-        store.wait([f"mezzo/answer/{name}"], MEETING)
-        meeting = store.get(f"mezzo/answer/{name}").decode()
-        store.set(f"mezzo/{meeting}/{rank}", "here")
-        return meeting
+        store.wait([f"mezzo/answer/{name}"], RENDEZVOUS_TIMEOUT)
+        prefix = store.get(f"mezzo/answer/{name}").decode()
+        store.set(f"mezzo/{prefix}/{rank}", "joined")
+        return str(prefix)
     while not all(store.check([f"mezzo/{name}/{other}"]) for other in range(1, size)):
-        if time.monotonic() > ends:
-            raise RunFailed(f"not all {size} ranks came together within {MEETING.seconds} s")
+        if time.monotonic() > deadline:
+            raise RunFailed(f"not all {size} ranks came together within {RENDEZVOUS_TIMEOUT.seconds} s")
         for other in range(1, size):
             if store.check([f"mezzo/asks/{other}"]):
                 store.set(f"mezzo/answer/{store.get(f'mezzo/asks/{other}').decode()}", name)

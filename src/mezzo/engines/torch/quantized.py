@@ -1,4 +1,4 @@
-"""A base model whose frozen weights stay in 8 or 4 bits, by bitsandbytes. What is trained beside them is float32."""
+"""A base model whose frozen weights stay in 8 or 4 bits, by bitsandbytes. What is trained in addition is float32."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mezzo.engines.torch.catalog import digest_of
 from mezzo.errors import ConfigError
 
 
-def settings(kind: str, device: torch.device) -> dict[str, Any]:
-    """What `from_pretrained` must be told; ConfigError where the library is missing."""
+def loading_options(kind: str, device: torch.device) -> dict[str, Any]:
+    """Arguments of `from_pretrained`; ConfigError where the library is missing."""
     try:
         import bitsandbytes  # noqa: F401
         from transformers import BitsAndBytesConfig
@@ -25,24 +25,22 @@ def settings(kind: str, device: torch.device) -> dict[str, Any]:
         raise ConfigError(
             f"--quantize {kind} needs the bitsandbytes and accelerate libraries: pip install bitsandbytes accelerate"
         ) from None
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it says at every call that it rounds
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns at every call that it rounds
     if kind == "8bit":
         # No outlier columns: which they are depends on all rows of a batch, and a score must depend on its own row alone.
-        how = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+        config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     else:
-        how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    return {"quantization_config": how, "device_map": {"": str(device)}}
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    return {"quantization_config": config, "device_map": {"": str(device)}}
 
 
-def is_quantized(module: nn.Module) -> bool:
-    """A linear layer whose weight is packed; or a model that has one."""
-    if isinstance(module, nn.Linear):
-        return not module.weight.is_floating_point()
-    return any(not parameter.is_floating_point() for parameter in module.parameters())
+def is_quantized(model: nn.Module) -> bool:
+    """True for a model with quantised weights."""
+    return any(not parameter.is_floating_point() for parameter in model.parameters())
 
 
 def checkpoint_digest(name: str, kind: str) -> str:
-    """Of the weights as they lie on disk: packed bits may differ between devices and versions, the model is the same."""
+    """Of the weights on disk: quantised bits may differ between devices and versions of one and the same model."""
     from safetensors import safe_open
 
     total = hashlib.sha256(kind.encode())
@@ -60,8 +58,8 @@ def _folder(path: str) -> Path:
 
 
 @contextmanager
-def lora_beside(model: nn.Module, factors: dict[str, tuple[Tensor, Tensor]], scaling: float) -> Iterator[None]:
-    """Plain LoRA by hooks: module path → (A, B), added to what the packed layer gives. For the check before step 1."""
+def lora_hooks(model: nn.Module, factors: dict[str, tuple[Tensor, Tensor]], scaling: float) -> Iterator[None]:
+    """Plain LoRA by hooks: module path → (A, B), added to the output of the quantised layer. For the check before step 1."""
 
     def hook(down: Tensor, up: Tensor) -> Any:
         return lambda _module, args, output: output + scaling * (args[0] @ down.T @ up.T)
@@ -70,5 +68,5 @@ def lora_beside(model: nn.Module, factors: dict[str, tuple[Tensor, Tensor]], sca
     try:
         yield
     finally:
-        for one in hooks:
-            one.remove()
+        for handle in hooks:
+            handle.remove()

@@ -1,5 +1,5 @@
-"""Three questions before step 1: does the population forward equal plain forwards, does a perturbation reach the loss, and are
-scores of a row its own, whatever stands beside it?"""
+"""The check before step 1: the population forward equals plain forwards, a perturbation changes the loss, and the scores of a
+row do not depend on the rows beside it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from mezzo.engines.architectures import has_experts
 from mezzo.engines.liveness import distance, first_look, refuse_dead
-from mezzo.engines.torch.forward.inputs import pack, picked
-from mezzo.engines.torch.quantized import lora_beside
+from mezzo.engines.microbatch import candidate_count
+from mezzo.engines.torch.forward.inputs import make_rows, select_positions
+from mezzo.engines.torch.quantized import lora_hooks
 from mezzo.errors import ModelError
 from mezzo.method import noise
 from mezzo.types import Batch, MicroBatch, Probe, Scores, TrainedTensor
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
     from mezzo.engines.torch.engine import TorchEngine
 
 TOLERANCE = {torch.float32: (1e-4, 1e-3), torch.float16: (1e-2, 2e-2), torch.bfloat16: (5e-2, 1e-1)}
-"""Largest accepted difference by the type computed in: of the scores' size (their rounding), and of the perturbation's effect."""
+"""By the type computed in, the largest difference allowed: as a share of the scores, for their rounding, and of the
+perturbation's effect."""
 
 
 def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:
@@ -35,7 +38,7 @@ def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelError(
             f"{type(engine.model).__name__} cannot be trained in --space {engine.space.kind}: its modules do not take several "
-            f"sets of weights in one forward ({reason}); {_way_out(engine)}"
+            f"sets of weights in one forward ({reason}); {_advice(engine)}"
         ) from None
     plain = np.stack([_plain_scores(engine, few, probe) for probe in probes])
     base = engine.score(few, [Probe()] * len(probes))  # as many rows: other shapes would round differently
@@ -53,41 +56,38 @@ def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:
     if not distance(base[0], alone) <= of_scale * max(1.0, scale):
         raise ModelError(
             f"{type(engine.model).__name__} cannot be trained in batches: a row's scores change by "
-            f"{distance(base[0], alone):.2g} where longer rows stand beside it, because its padding is seen; "
+            f"{distance(base[0], alone):.2g} where longer rows stand beside it, because it attends to padding; "
             "use --micro-batch 1 on a CPU, or another model"
         )
 
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-
-
-def _way_out(engine: TorchEngine) -> str:
-    if any(getattr(engine.model.config, name, None) for name in EXPERTS):
+def _advice(engine: TorchEngine) -> str:
+    if has_experts(engine.model.config):
         return "experts cannot be trained: use --space lora, matrices, prefix or head, which leave them as they are"
     return "use --space head, or another model"
 
 
-def written_in(engine: TorchEngine, probe: Probe) -> dict[str, Tensor]:
-    """The trained tensors at a probe, LoRA's as the weights they make, from NumPy's noise."""
-    moved = {t.name: _moved(engine, t, probe) for t in engine.trained}
-    values = {t.name: moved[t.name] for t in engine.trained if t.kind not in ("lora_A", "lora_B")}
+def weights_at(engine: TorchEngine, probe: Probe) -> dict[str, Tensor]:
+    """The model's weights that a probe changes, with LoRA merged into them, from NumPy's noise."""
+    tensors = {t.name: _perturbed(engine, t, probe) for t in engine.trained}
+    weights = {t.name: tensors[t.name] for t in engine.trained if t.kind not in ("lora_A", "lora_B")}
     if not engine.quantized:
         for name, parameter in engine.model.named_parameters():
-            if (delta := engine.lora_delta(name, moved)) is not None:
-                values[name] = parameter + delta
-    return {name: value.to(engine.population.compute) for name, value in values.items()}
+            if (delta := engine.lora_delta(name, tensors)) is not None:
+                weights[name] = parameter + delta
+    return {name: value.to(engine.population.compute) for name, value in weights.items()}
 
 
-def _beside(engine: TorchEngine, probe: Probe) -> dict[str, tuple[Tensor, Tensor]]:
-    """LoRA's factors at a probe by module, where the weights they belong to cannot be written."""
+def _quantized_lora(engine: TorchEngine, probe: Probe) -> dict[str, tuple[Tensor, Tensor]]:
+    """Module → LoRA's factors at a probe, where they cannot be merged into quantised weights."""
     if not engine.quantized or engine.space.kind != "lora":
         return {}
-    moved = {t.name: _moved(engine, t, probe) for t in engine.trained} | engine.population.frozen
-    paths = dict.fromkeys(name.split(".lora_")[0] for name in moved)
-    return {path: (moved[f"{path}.lora_A.weight"], moved[f"{path}.lora_B.weight"]) for path in paths}
+    tensors = {t.name: _perturbed(engine, t, probe) for t in engine.trained} | engine.population.frozen
+    paths = dict.fromkeys(name.split(".lora_")[0] for name in tensors)
+    return {path: (tensors[f"{path}.lora_A.weight"], tensors[f"{path}.lora_B.weight"]) for path in paths}
 
 
-def _moved(engine: TorchEngine, trained: TrainedTensor, probe: Probe) -> Tensor:
+def _perturbed(engine: TorchEngine, trained: TrainedTensor, probe: Probe) -> Tensor:
     value = engine.population.value(trained.name).to(torch.float32, copy=True)
     for seed, scale in probe.terms:
         if trained.rank:
@@ -101,35 +101,30 @@ def _moved(engine: TorchEngine, trained: TrainedTensor, probe: Probe) -> Tensor:
 
 @torch.no_grad()
 def _plain_scores(engine: TorchEngine, batch: Batch, probe: Probe, micro_batch: MicroBatch | None = None) -> Scores:
-    values = written_in(engine, probe)
-    before = {t.name: values.pop(t.name) for t in engine.trained if t.kind == "prefix"}
-    beside = _beside(engine, probe)
-    width = engine.width(batch)
-    out = np.full((1, len(batch), width), -np.inf, dtype=np.float32)
-    for rows in pack(batch, micro_batch or engine.micro_batch, engine.pad_id):
+    """Scores by the model's own forward, whose weights are really those of the probe."""
+    weights = weights_at(engine, probe)
+    prefixes = {t.name: weights.pop(t.name) for t in engine.trained if t.kind == "prefix"}
+    lora = _quantized_lora(engine, probe)
+    out = np.full((1, len(batch), candidate_count(batch)), -np.inf, dtype=np.float32)
+    for rows in make_rows(batch, micro_batch or engine.micro_batch, engine.pad_id):
         inputs = engine.forward.inputs(rows, 1)
-        engine.stated.update(before)
+        engine.prefix_override.update(prefixes)
         try:
-            with lora_beside(engine.model, beside, engine.space.scaling):
-                logits = torch.func.functional_call(engine.model, values, (), inputs, tie_weights=True).logits.float()
+            with lora_hooks(engine.model, lora, engine.space.scaling):
+                logits = torch.func.functional_call(engine.model, weights, (), inputs, tie_weights=True).logits.float()
         finally:
-            engine.stated.clear()
+            engine.prefix_override.clear()
         if rows.positions is not None:
-            logits = picked(logits, rows.positions.to(logits.device))
+            logits = select_positions(logits, rows.positions.to(logits.device))
             if batch.readout.kind == "words" and not batch.readout.vocabulary:
                 logits = logits[:, :, list(batch.readout.words)]
-        rows.place(
-            out,
-            rows.read(logits, batch.readout, engine.forward.words_of(batch.readout), 1)
-            .reshape(1, -1, *rows.tail)
-            .cpu()
-            .numpy(),
-        )
+        scores = rows.read_scores(logits, batch.readout, engine.forward.words_of(batch.readout), 1)
+        rows.write_scores(out, scores.reshape(1, -1, *rows.tail).cpu().numpy())
     return out[0]
 
 
 def _first_difference(engine: TorchEngine, batch: Batch, probe: Probe) -> str:
-    """The first leaf whose output differs between the two ways, for the error message."""
+    """The first leaf module whose output differs between the two forwards, for the error message."""
     with _outputs(engine.model) as plain:
         _plain_scores(engine, batch, probe)
     with _outputs(engine.model) as ours, _every_leaf_runs(engine):
@@ -138,7 +133,7 @@ def _first_difference(engine: TorchEngine, batch: Batch, probe: Probe) -> str:
     for name, a in plain.items():
         b = ours.get(name)
         if b is None or a.shape != b.shape:
-            continue  # a kernel did the work of what is inside; fewer words may be computed
+            continue  # a kernel computed a whole layer, or the LM head computed label words only
         if (a - b).abs().max() > allowed * max(1.0, float(a.abs().max())):
             return name
     return "its readout"
@@ -146,30 +141,30 @@ def _first_difference(engine: TorchEngine, batch: Batch, probe: Probe) -> str:
 
 @contextmanager
 def _every_leaf_runs(engine: TorchEngine) -> Iterator[None]:
-    """No last layer is trimmed, no graph replayed, no kept outcome used."""
-    population, graphs, trunk = engine.population, engine.graphs, engine.frozen_cache
-    population.trims, engine.graphs, engine.frozen_cache = False, None, None
+    """No last layer is trimmed, no graph replayed, no cached output used."""
+    forward, graphs, cache = engine.forward, engine.graphs, engine.forward.frozen_cache
+    forward.trim_last_layer, forward.frozen_cache, engine.graphs = False, None, None
     try:
         yield
     finally:
-        population.trims, engine.graphs, engine.frozen_cache = True, graphs, trunk
+        forward.trim_last_layer, forward.frozen_cache, engine.graphs = True, cache, graphs
 
 
 @contextmanager
 def _outputs(model: nn.Module) -> Iterator[Mapping[str, Tensor]]:
-    """What each leaf gave when it first ran, in the order they ran; those inside a vmap have nothing to show."""
-    seen: dict[str, Tensor] = {}
+    """The first output of each leaf module, in the order they ran; those inside a vmap cannot be recorded."""
+    outputs: dict[str, Tensor] = {}
 
-    def keep(name: str) -> Any:
+    def record(name: str) -> Any:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and name not in seen and not is_functorch_wrapped_tensor(output):
-                seen[name] = output.detach().to(torch.float32, copy=True)  # kernels may write into it later
+            if isinstance(output, Tensor) and name not in outputs and not is_functorch_wrapped_tensor(output):
+                outputs[name] = output.detach().to(torch.float32, copy=True)  # kernels may write into it later
 
         return hook
 
-    hooks = [m.register_forward_hook(keep(name)) for name, m in model.named_modules() if not list(m.children())]
+    hooks = [m.register_forward_hook(record(name)) for name, m in model.named_modules() if not list(m.children())]
     try:
-        yield seen
+        yield outputs
     finally:
         for hook in hooks:
             hook.remove()

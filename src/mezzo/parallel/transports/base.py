@@ -1,4 +1,4 @@
-"""How a driver reaches a worker: bytes out, bytes back. A transport is a hirer of links and a way to wait for several."""
+"""What a transport does: it starts workers, sends them bytes and waits for the bytes they return."""
 
 from __future__ import annotations
 
@@ -6,35 +6,37 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
-class Gone(Exception):
+class WorkerLost(Exception):
     """The worker at the other end does not exist any more."""
 
 
-class Link(Protocol):
-    """One worker, seen from the driver."""
+class WorkerConnection(Protocol):
+    """The driver's end of the connection to one worker."""
 
     def send(self, data: bytes) -> None:
-        """Hand over one order; raises Gone."""
+        """Send one request; raises WorkerLost."""
         ...
 
     def kill(self) -> None:
         """End the worker, whatever it is doing."""
         ...
 
-    def release(self) -> None:
-        """Let a worker that has nothing to do end by itself: its engine may have processes of its own to end."""
+    def stop(self) -> None:
+        """Let an idle worker shut down by itself: its engine may have processes of its own to end."""
         ...
 
 
 class Transport(Protocol):
-    """Where workers live."""
+    """Where workers run."""
 
-    def hire(self) -> Link:
-        """A new worker without an engine; raises Gone where none can be had now."""
+    def start_worker(self) -> WorkerConnection:
+        """Start a worker without an engine; raises WorkerLost if none can be started now."""
         ...
 
-    def wait(self, links: Sequence[Link], seconds: float) -> list[tuple[Link, bytes | None]]:
-        """Replies that came within that time; None for a worker that is gone."""
+    def wait_for_replies(
+        self, connections: Sequence[WorkerConnection], seconds: float
+    ) -> list[tuple[WorkerConnection, bytes | None]]:
+        """Replies that arrive within that time; None for a worker that is lost."""
         ...
 
     def close(self) -> None: ...

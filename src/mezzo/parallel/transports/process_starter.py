@@ -13,35 +13,35 @@ from multiprocessing.connection import Connection
 
 
 def main(descriptor: int) -> None:
-    from mezzo.engines.torch.loading import warm
-    from mezzo.parallel.worker import serve
+    from mezzo.engines.torch.loading import preload_imports
+    from mezzo.parallel.worker import serve_requests
 
-    warm()
-    gc.freeze()  # what is shared stays shared: the collector does not touch it
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children: leave no zombies
+    preload_imports()
+    gc.freeze()  # the collector does not touch shared pages, so they stay shared
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the children: leave no zombies
     with socket.socket(fileno=descriptor) as driver:
         while True:
-            word, sent, _, _ = socket.recv_fds(driver, 1, 1)
-            if not word:  # the driver has ended
+            message, descriptors, _, _ = socket.recv_fds(driver, 1, 1)
+            if not message:  # the driver has ended
                 return
             pid = os.fork()
             if pid == 0:
                 driver.close()
-                _work(serve, sent[0])
-            os.close(sent[0])
+                _run_worker(serve_requests, descriptors[0])
+            os.close(descriptors[0])
             driver.sendall(b"%16d" % pid)
 
 
-def _work(serve: Callable[[Connection], None], descriptor: int) -> None:
+def _run_worker(serve: Callable[[Connection], None], descriptor: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    code = 1
+    exit_code = 1
     try:
         serve(Connection(descriptor))
-        code = 0
+        exit_code = 0
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(code)
+        os._exit(exit_code)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Workers as processes of this machine, over socket pairs: nothing listens anywhere.
+"""Workers as processes of this machine, over socket pairs: nothing listens on a network address.
 
-A nursery, a process that has imported everything and does nothing else, forks them: the second worker, and every
-replacement, starts in milliseconds and shares its memory.
+A process starter, which has imported everything and does nothing else, forks them: every worker but the first starts in
+milliseconds and shares the starter's memory.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import cast
 
-from mezzo.parallel.transports.base import Gone, Link
+from mezzo.parallel.transports.base import WorkerConnection, WorkerLost
 
-STUCK = 20
-"""Seconds after which a worker that stops in the middle of a message counts as gone: it must not stop the driver."""
+MESSAGE_TIMEOUT = 20
+"""Seconds after which a worker that stops in the middle of a message counts as lost: it must not block the driver."""
 
 
-class ProcessLink:
+class ProcessConnection:
     def __init__(self, connection: Connection, pid: int) -> None:
         self.connection, self.pid = connection, pid
 
@@ -31,101 +31,97 @@ class ProcessLink:
         try:
             self.connection.send_bytes(data)
         except (OSError, ValueError):
-            raise Gone from None
+            raise WorkerLost from None
 
     def kill(self) -> None:
-        """Only the worker holds the other end: as long as that is open, the number is still its own."""
+        """Kill the process. Only the worker holds the other end: as long as that is open, the pid has not been reused."""
         if not self.connection.closed:
-            if not self._ended():
+            if not self._is_closed_by_worker():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGKILL)
             self.connection.close()
 
-    def release(self) -> None:
+    def stop(self) -> None:
         self.connection.close()
 
-    def _ended(self) -> bool:
+    def _is_closed_by_worker(self) -> bool:
         try:
-            return socket_at_end(self.connection.fileno())
+            with socket.socket(fileno=os.dup(self.connection.fileno())) as end:
+                return end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
         except OSError:
             return True
 
 
-def socket_at_end(descriptor: int) -> bool:
-    """Whether the other end is closed; bytes that wait to be read stay where they are."""
-    with socket.socket(fileno=os.dup(descriptor)) as end:
-        try:
-            return end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except BlockingIOError:
-            return False
+class ProcessTransport:
+    """Local processes. All runs of this process share one process starter."""
 
-
-class Processes:
-    """The transport. All its runs in one process share the nursery."""
-
-    def hire(self) -> ProcessLink:
-        for attempt in range(2):
-            nursery = _nursery()
-            ours, theirs = socket.socketpair()
-            try:
-                socket.send_fds(nursery.ours, [b"w"], [theirs.fileno()])
-                answer = nursery.ours.recv(16)
-                pid = int(answer)
-            except (OSError, ValueError):  # it was killed: the next attempt starts another
-                ours.close()
-                nursery.end()
-                if attempt:
-                    raise Gone from None
-                continue
-            finally:
-                theirs.close()
+    def start_worker(self) -> ProcessConnection:
+        for _ in range(2):  # a process starter that was killed is started again
+            starter = _process_starter()
+            driver_end, worker_end = socket.socketpair()
+            with worker_end:
+                try:
+                    pid = starter.fork_worker(worker_end)
+                except (OSError, ValueError):
+                    driver_end.close()
+                    starter.kill()
+                    continue
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-                ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", STUCK, 0))
-            return ProcessLink(Connection(ours.detach()), pid)
-        raise Gone
+                driver_end.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", MESSAGE_TIMEOUT, 0))
+            return ProcessConnection(Connection(driver_end.detach()), pid)
+        raise WorkerLost
 
-    def wait(self, links: Sequence[Link], seconds: float) -> list[tuple[Link, bytes | None]]:
-        known = {id(link.connection): link for link in cast("Sequence[ProcessLink]", links)}
-        found: list[tuple[Link, bytes | None]] = []
-        for ready in wait([link.connection for link in known.values()], seconds):
-            link = known[id(ready)]
+    def wait_for_replies(
+        self, connections: Sequence[WorkerConnection], seconds: float
+    ) -> list[tuple[WorkerConnection, bytes | None]]:
+        by_pipe = {id(worker.connection): worker for worker in cast("Sequence[ProcessConnection]", connections)}
+        replies: list[tuple[WorkerConnection, bytes | None]] = []
+        for pipe in wait([worker.connection for worker in by_pipe.values()], seconds):
+            worker = by_pipe[id(pipe)]
             try:
-                found.append((link, link.connection.recv_bytes()))
+                replies.append((worker, worker.connection.recv_bytes()))
             except (EOFError, OSError):
-                found.append((link, None))
-        return found
+                replies.append((worker, None))
+        return replies
 
     def close(self) -> None:
-        """Workers end with their links; the nursery waits for the next run."""
+        """Workers end with their connections; the process starter stays for the next run."""
 
 
-class _Nursery:
+class _ProcessStarter:
     def __init__(self) -> None:
-        self.ours, theirs = socket.socketpair()
+        self.socket, starter_end = socket.socketpair()
         # Looking for GPUs must not initialise CUDA: a forked process could not use it then.
         environment = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-        with theirs:
+        with starter_end:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "mezzo.parallel.transports.process_starter", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-m", "mezzo.parallel.transports.process_starter", str(starter_end.fileno())],
+                pass_fds=[starter_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # standard output belongs to the driver's result
                 env=environment,
-                start_new_session=True,  # Ctrl-C asks the driver, which ends its workers
+                start_new_session=True,  # Ctrl-C reaches the driver alone, which ends its workers
             )
 
-    def end(self) -> None:
-        self.ours.close()
+    def fork_worker(self, worker_end: socket.socket) -> int:
+        """Fork a worker that serves this socket; return its pid."""
+        socket.send_fds(self.socket, [b"w"], [worker_end.fileno()])
+        return int(self.socket.recv(16))
+
+    def kill(self) -> None:
+        self.socket.close()
         self.process.kill()
         self.process.wait()
 
 
-_started: dict[int, _Nursery] = {}
+_starters: dict[int, _ProcessStarter] = {}
 
 
-def _nursery() -> _Nursery:
-    """This process's nursery; a forked copy of this process makes its own."""
-    found = _started.get(os.getpid())
-    if found is None or found.process.poll() is not None:
-        found = _started[os.getpid()] = _Nursery()
-    return found
+def _process_starter() -> _ProcessStarter:
+    """This process's starter; a forked copy of this process gets its own."""
+    starter = _starters.get(os.getpid())
+    if starter is None or starter.process.poll() is not None:
+        starter = _starters[os.getpid()] = _ProcessStarter()
+    return starter

@@ -1,4 +1,4 @@
-"""Workers as actors of Ray, on this machine or on a cluster. Ray carries the bytes and places the processes, no more."""
+"""Workers as Ray actors, on this machine or on a cluster. Ray only places the processes and carries the bytes."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from mezzo.errors import ConfigError
-from mezzo.parallel.messages import Post
-from mezzo.parallel.transports.base import Gone, Link
-from mezzo.parallel.worker import Service
+from mezzo.parallel.messages import WorkerSpec
+from mezzo.parallel.transports.base import WorkerConnection, WorkerLost
+from mezzo.parallel.worker import WorkerServer
 
-LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Set to 0 before Ray is imported, all its servers listen on 127.0.0.1 only, on every system. Its own default is 0.0.0.0."""
+LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""If it is 0 before Ray is imported, all of Ray's servers listen on 127.0.0.1 only, on every system, instead of 0.0.0.0."""
 
 
-class Actor:
-    """What Ray runs: a worker behind bytes."""
+class WorkerActor:
+    """The actor that Ray runs."""
 
     def __init__(self) -> None:
-        self.service = Service()
+        self.server = WorkerServer()
 
-    def reply(self, data: bytes) -> bytes:
-        reply, _ = self.service.reply(data)  # the driver ends an actor whose reply says it cannot go on
+    def handle(self, data: bytes) -> bytes:
+        reply, _ = self.server.handle(data)  # after a fatal failure the driver ends the actor
         return reply
 
 
-class ActorLink:
+class ActorConnection:
     def __init__(self, actor: Any) -> None:
         self.actor = actor
-        self.reply: Any = None
+        self.pending_reply: Any = None
 
     def send(self, data: bytes) -> None:
-        self.reply = self.actor.reply.remote(data)
+        self.pending_reply = self.actor.handle.remote(data)
 
-    def release(self) -> None:
+    def stop(self) -> None:
         self.actor.__ray_terminate__.remote()
 
     def kill(self) -> None:
@@ -45,52 +45,57 @@ class ActorLink:
         ray.kill(self.actor, no_restart=True)
 
 
-class Actors:
-    """The transport. `local` starts a Ray that listens on the loopback address only, and ends it with the run."""
+class RayTransport:
+    """Ray actors. `local` starts a Ray that listens on the loopback address only, and ends it with the run."""
 
-    def __init__(self, address: str, workers: int, post: Post) -> None:
+    def __init__(self, address: str, worker_count: int, spec: WorkerSpec) -> None:
         if importlib.util.find_spec("ray") is None:
             raise ConfigError("--ray-address needs Ray: pip install 'mezzo[ray]', or leave it out for local processes")
         if address == "local":
-            os.environ[LOOPBACK] = "0"
+            os.environ[LOOPBACK_VARIABLE] = "0"
         import ray
 
-        self.gpus = _gpus(post)
-        self.cpus = float(max(post.spec.threads or 1, 1 if self.gpus else post.spec.tp))
-        self.started = not ray.is_initialized()
-        if self.started:
-            start(address, int(self.cpus * (workers + 1)))
+        self.gpus_per_worker = _gpus_per_worker(spec)
+        tp = 1 if self.gpus_per_worker else spec.engine_spec.tp
+        self.cpus_per_worker = float(max(spec.engine_spec.threads or 1, tp))
+        self.owns_ray = not ray.is_initialized()
+        if self.owns_ray:
+            start_ray(address, int(self.cpus_per_worker * (worker_count + 1)))
 
-    def hire(self) -> ActorLink:
+    def start_worker(self) -> ActorConnection:
         import ray
 
+        resources = {"num_cpus": self.cpus_per_worker, "num_gpus": self.gpus_per_worker}
         try:
-            made = ray.remote(Actor).options(num_cpus=self.cpus, num_gpus=self.gpus, max_restarts=0, max_task_retries=0)
-            return ActorLink(made.remote())
+            actor_class = ray.remote(WorkerActor).options(**resources, max_restarts=0, max_task_retries=0)
+            return ActorConnection(actor_class.remote())
         except ray.exceptions.RayError:
-            raise Gone from None
+            raise WorkerLost from None
 
-    def wait(self, links: Sequence[Link], seconds: float) -> list[tuple[Link, bytes | None]]:
+    def wait_for_replies(
+        self, connections: Sequence[WorkerConnection], seconds: float
+    ) -> list[tuple[WorkerConnection, bytes | None]]:
         import ray
 
-        known = {link.reply: link for link in cast("Sequence[ActorLink]", links)}
-        ready, _ = ray.wait(list(known), num_returns=1, timeout=seconds)
-        found: list[tuple[Link, bytes | None]] = []
+        by_reply = {worker.pending_reply: worker for worker in cast("Sequence[ActorConnection]", connections)}
+        ready, _ = ray.wait(list(by_reply), num_returns=1, timeout=seconds)
+        replies: list[tuple[WorkerConnection, bytes | None]] = []
         for reply in ready:
             try:
-                found.append((known[reply], ray.get(reply)))
+                replies.append((by_reply[reply], ray.get(reply)))
             except ray.exceptions.RayError:
-                found.append((known[reply], None))
-        return found
+                replies.append((by_reply[reply], None))
+        return replies
 
     def close(self) -> None:
         import ray
 
-        if self.started and ray.is_initialized():
+        if self.owns_ray and ray.is_initialized():
             ray.shutdown()
 
 
-def start(address: str, cpus: int) -> None:
+def start_ray(address: str, cpus: int) -> None:
+    """Start a local Ray with at least that many CPUs, or connect to the cluster at `address`."""
     import logging
 
     import ray
@@ -99,14 +104,10 @@ def start(address: str, cpus: int) -> None:
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     try:
         if address == "local":
-            ray.init(
-                address="local",
-                num_cpus=max(cpus, os.cpu_count() or 1),
-                include_dashboard=False,
-                **quiet,
-            )
+            cpus = max(cpus, os.cpu_count() or 1)
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
         else:
-            _refuse_silence(address)
+            _check_reachable(address)
             ray.init(address=address, **quiet)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -114,23 +115,25 @@ def start(address: str, cpus: int) -> None:
             f"no Ray cluster answers at {address!r} ({reason}); 'ray start --head' starts one, and --ray-address local "
             "needs none"
         ) from None
-    if address == "local" and (listens := ray.util.get_node_ip_address()) != "127.0.0.1":
+    if address == "local" and (listens_on := ray.util.get_node_ip_address()) != "127.0.0.1":
         ray.shutdown()
         raise ConfigError(
-            f"Ray was imported before mezzo could confine it, and would listen on {listens}: set {LOOPBACK}=0 in the environment"
+            f"Ray was imported before mezzo could restrict it to the loopback address, and would listen on {listens_on}: "
+            f"set {LOOPBACK_VARIABLE}=0 in the environment"
         )
 
 
-def _refuse_silence(address: str) -> None:
-    """One short try: Ray itself would ask an address where nobody is for minutes."""
+def _check_reachable(address: str) -> None:
+    """Try to connect once: Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if port.isdigit() and "//" not in address:
         socket.create_connection((host, int(port)), timeout=10).close()
 
 
-def _gpus(post: Post) -> float:
-    """A GPU each where there are GPUs, as many as the ranks of a worker's own tensor parallelism."""
-    from mezzo.engines.torch.loading import gpus
+def _gpus_per_worker(spec: WorkerSpec) -> float:
+    """One GPU per tensor-parallel rank, if the engine runs on GPUs."""
+    from mezzo.engines.torch.loading import gpu_count
 
-    wanted = post.spec.device.startswith("cuda") or (post.spec.device == "auto" and gpus() > 0)
-    return float(post.spec.tp) if wanted else 0.0
+    device = spec.engine_spec.device
+    uses_gpus = device.startswith("cuda") or (device == "auto" and gpu_count() > 0)
+    return float(spec.engine_spec.tp) if uses_gpus else 0.0

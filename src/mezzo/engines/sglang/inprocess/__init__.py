@@ -1,1 +1,1 @@
-"""SGLang started by this process."""
+"""SGLang started by mezzo itself: an engine in the driver, and a worker inside each of SGLang's scheduler processes."""

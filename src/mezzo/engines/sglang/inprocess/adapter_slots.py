@@ -1,4 +1,4 @@
-"""SGLang's adapter slots, written in place: the buffers its LoRA kernels read, found by Hugging Face module name."""
+"""SGLang's adapter slots, written in place: the buffers that its LoRA kernels read, found by Hugging Face module name."""
 
 from __future__ import annotations
 
@@ -9,90 +9,91 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.engines.sglang.shards import Part, parts_of
-from mezzo.engines.sglang.support import leaf_of, module_of, served
+from mezzo.engines.sglang.module_names import module_of, projection_of, sglang_path
+from mezzo.engines.sglang.shards import Shard, layer_shards
 from mezzo.errors import ModelError
 from mezzo.types import TrainedTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One Hugging Face matrix in the adapter pool (and, through `layer`, in the base weights)."""
+class AdapterBuffer:
+    """Where SGLang's adapter pool holds the factors of one Hugging Face matrix: by projection and layer."""
 
-    part: Part
-    pool: str
-    depth: int
-    layer: Any
+    shard: Shard
+    projection: str
+    layer: int
 
 
-class Slots:
-    """The adapters that mezzo loaded, as places to write. They are made resident before every write: SGLang reloads an
-    evicted adapter from the copy it was loaded with, which holds zeros."""
+class AdapterSlots:
+    """The pool slots of mezzo's own adapters.
+
+    Before every write the adapters are made resident: SGLang would reload an evicted one from the zeros it was loaded with.
+    """
 
     def __init__(self, manager: Any, names: Sequence[str]) -> None:
         self.manager = manager
         by_name = {ref.lora_name: ref.lora_id for ref in manager.lora_refs.values()}
         self.ids: list[str] = [by_name[name] for name in names]
         self.rank: int = manager.memory_pool.max_lora_rank
-        self.places: dict[str, Place] = {}
-        self._targets: dict[tuple[int, str, int], tuple[Tensor, Tensor]] = {}
-        for depth, modules in enumerate(manager.lora_modules):
+        self.buffers: dict[str, AdapterBuffer] = {}
+        self._views: dict[tuple[int, str, int], tuple[Tensor, Tensor]] = {}
+        for layer, modules in enumerate(manager.lora_modules):
             for path, wrapper in modules.items():
-                for part in parts_of(path, wrapper.base_layer):
-                    self.places[part.module] = Place(part, leaf_of(path), depth, wrapper.base_layer)
+                for shard in layer_shards(path, wrapper.base_layer):
+                    self.buffers[shard.module] = AdapterBuffer(shard, projection_of(path), layer)
 
-    def place(self, module: str) -> Place:
-        path = served(module)
-        if path not in self.places:
-            raise ModelError(f"SGLang's model has no projection {path}; it has {', '.join(list(self.places)[:3])} …")
-        return self.places[path]
+    def buffer(self, module: str) -> AdapterBuffer:
+        path = sglang_path(module)
+        if path not in self.buffers:
+            raise ModelError(f"SGLang's model has no projection {path}; it has {', '.join(list(self.buffers)[:3])} …")
+        return self.buffers[path]
 
     def refuse_padding(self, trained: TrainedTensor) -> None:
-        """On a CPU SGLang widens layers that do not divide evenly, and its own adapters then do not fit them."""
-        part = self.place(module_of(trained.name)).part
-        rows = part.rows[1] if trained.kind != "lora_A" else 0
-        cols = part.cols[1] if trained.kind != "lora_B" else 0
+        """On a CPU SGLang pads layers that do not divide evenly, and its own adapters then do not fit them."""
+        shard = self.buffer(module_of(trained.name)).shard
+        rows = shard.rows[1] if trained.kind != "lora_A" else 0
+        cols = shard.cols[1] if trained.kind != "lora_B" else 0
         if rows > trained.shape[0] or cols > trained.shape[1]:
             raise ModelError(
-                f"SGLang pads {part.module} to a size that its adapters do not fit; leave it out with --targets or --only, "
+                f"SGLang pads {shard.module} to a size that its adapters do not fit; leave it out with --targets or --only, "
                 "choose another --tp, or use --engine torch"
             )
 
-    def resident(self) -> list[int]:
-        """Buffer slots of the adapters, loaded if they are not there."""
+    def make_resident(self) -> list[int]:
+        """Load the adapters into the pool unless they are there; return their slots."""
         self.manager.fetch_new_loras({*self.ids, None})
         return [self.manager.memory_pool.uid_to_buffer_id[adapter] for adapter in self.ids]
 
-    def write(self, written: Iterable[tuple[int, str, Tensor, Tensor]]) -> None:
-        """Put A[r, in] and B[out, r] of modules into buffer slots: this rank's share of them, in as few copies as possible."""
+    def write(self, factors: Iterable[tuple[int, str, Tensor, Tensor]]) -> None:
+        """Write this rank's share of (slot, module, A[r, in], B[out, r]), in as few copies as possible."""
         targets: list[Tensor] = []
         values: list[Tensor] = []
-        for slot, module, down, up in written:
-            key = (slot, module, down.shape[0])
-            if key not in self._targets:
-                self._targets[key] = self._target(*key)
-            part = self.places[served(module)].part
-            targets += self._targets[key]
-            values += (down[:, slice(*part.cols)], up[slice(*part.rows)])
+        for slot, module, a, b in factors:
+            key = (slot, module, a.shape[0])
+            if key not in self._views:
+                self._views[key] = self._factor_views(*key)
+            shard = self.buffers[sglang_path(module)].shard
+            targets += self._views[key]
+            values += (a[:, slice(*shard.cols)], b[slice(*shard.rows)])
         if targets:
             torch._foreach_copy_(targets, values)
 
-    def whole(self, slots: Sequence[int], trained: Sequence[TrainedTensor]) -> list[Tensor] | None:
-        """The places of LoRA's factors as flat vectors, slot by slot; None where this rank holds a part of one only."""
-        found: list[Tensor] = []
+    def flat_views(self, slots: Sequence[int], trained: Sequence[TrainedTensor]) -> list[Tensor] | None:
+        """The buffers of LoRA factors as vectors, slot by slot; None if this rank holds only a part of one of them."""
+        views: list[Tensor] = []
         for slot in slots:
-            for each in trained:
-                first, rank = each.kind == "lora_A", min(each.shape)
-                target = self._target(slot, module_of(each.name), rank)[0 if first else 1]
-                if target.shape != each.shape or not target.is_contiguous():
+            for factor in trained:
+                a, b = self._factor_views(slot, module_of(factor.name), min(factor.shape))
+                view = a if factor.kind == "lora_A" else b
+                if view.shape != factor.shape or not view.is_contiguous():
                     return None
-                found.append(target.view(-1))
-        return found
+                views.append(view.view(-1))
+        return views
 
-    def _target(self, slot: int, module: str, rank: int) -> tuple[Tensor, Tensor]:
-        """Where they go: SGLang's buffers stay where they are, and slicing them anew costs more than the copies."""
-        place, pool = self.place(module), self.manager.memory_pool
-        first = place.part.index * self.rank
-        a: Tensor = pool.A_buffer[place.pool][place.depth][slot, first : first + rank]
-        b: Tensor = pool.B_buffer[place.pool][place.depth][slot, place.part.local_rows, :rank]
+    def _factor_views(self, slot: int, module: str, rank: int) -> tuple[Tensor, Tensor]:
+        """A and B in SGLang's buffers. These never move, and slicing them again would cost more than the copies."""
+        buffer, pool = self.buffer(module), self.manager.memory_pool
+        first = buffer.shard.index * self.rank
+        a: Tensor = pool.A_buffer[buffer.projection][buffer.layer][slot, first : first + rank]
+        b: Tensor = pool.B_buffer[buffer.projection][buffer.layer][slot, buffer.shard.local_rows, :rank]
         return a, b

@@ -1,8 +1,8 @@
-"""Many sequences as one batch of SGLang's, laid out at once instead of a request object at a time.
+"""Build one of SGLang's batches from many token rows at once, instead of one request object at a time.
 
-SGLang's own way from prompts to a batch makes an object for each request, matches it against the prefix tree, gives it a row and
-returns its memory afterwards: some 0.13 ms a request, more than the forward of a short prompt. The sequences of a probe need none
-of that singly: they begin with the same cached tokens, if any, and end together. So one request stands for all of a probe's.
+SGLang's own way from prompts to a batch makes an object for each request, matches it against the prefix tree, gives it a row of
+the request table and frees its memory afterwards: about 0.13 ms per request, more than the forward of a short prompt. The rows of
+a probe begin with the same cached tokens, if any, and end together, so one request object stands for all of them.
 """
 
 from __future__ import annotations
@@ -16,31 +16,39 @@ import torch
 from torch import Tensor
 
 
-def laid_out(scheduler: Any, reqs: Sequence[Any], rows: Sequence[tuple[int, ...]]) -> Any:
-    """A `ScheduleBatch` of all rows under each request, ready for a forward; `give_back` returns its memory.
+def build_batch(scheduler: Any, reqs: Sequence[Any], rows: Sequence[tuple[int, ...]]) -> Any:
+    """A `ScheduleBatch` of all rows under each request, ready for a forward; `free_batch` frees its memory.
 
-    SGLang has matched the requests against its tree, all to the same length; every row begins with what was matched. The
-    scheduler must be idle: rows of its request table are used without being taken, since nobody else can ask for one.
+    SGLang has matched the requests against its tree, all to the same length, and every row begins with the matched tokens. The
+    scheduler must be idle: entries of its request table are used without being allocated, since nobody else can request one.
     """
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     table: Tensor = scheduler.req_to_token_pool.req_to_token
-    matched = [_matched(scheduler.tree_cache, req) for req in reqs]
-    members, known = len(reqs), len(matched[0])
-    assert all(len(found) == known for found in matched)
-    lengths = [len(row) for row in rows] * members
-    fresh = [length - known for length in lengths]
-    places = np.arange(1, len(lengths) + 1)  # row 0 is SGLang's padding
-    tokens = np.fromiter(chain.from_iterable(row[known:] for row in rows), dtype=np.int64)
-    columns = np.concatenate([np.arange(known, len(row)) for row in rows])
-    sent = (np.tile(tokens, members), np.repeat(places, fresh), np.tile(columns, members), places, np.array(lengths))
-    input_ids, owners, columns_there, places_there, lengths_there = _sent(sent, table.device)
+    prefixes = [_cached_prefix(scheduler.tree_cache, req) for req in reqs]
+    cached = len(prefixes[0])
+    assert all(len(prefix) == cached for prefix in prefixes)
+    lengths = [len(row) for row in rows] * len(reqs)
+    extend_lengths = [length - cached for length in lengths]
+    entries = np.arange(1, len(lengths) + 1)  # entry 0 is SGLang's padding
+    tokens = np.fromiter(chain.from_iterable(row[cached:] for row in rows), dtype=np.int64)
+    columns = np.concatenate([np.arange(cached, len(row)) for row in rows])
+    input_ids, token_entries, token_columns, pool_indices, seq_lens = _to_device(
+        (
+            np.tile(tokens, len(reqs)),
+            np.repeat(entries, extend_lengths),
+            np.tile(columns, len(reqs)),
+            entries,
+            np.array(lengths),
+        ),
+        table.device,
+    )
     slots = scheduler.token_to_kv_pool_allocator.alloc(len(input_ids))
-    table[owners, columns_there] = slots.to(table.dtype)
-    for index, found in enumerate(matched if known else ()):
+    table[token_entries, token_columns] = slots.to(table.dtype)
+    for index, prefix in enumerate(prefixes if cached else ()):
         first = 1 + index * len(rows)
-        table[first : first + len(rows), :known] = found.to(table.dtype)
+        table[first : first + len(rows), :cached] = prefix.to(table.dtype)
     return ScheduleBatch(
         reqs=[req for req in reqs for _ in rows],
         req_to_token_pool=scheduler.req_to_token_pool,
@@ -51,36 +59,36 @@ def laid_out(scheduler: Any, reqs: Sequence[Any], rows: Sequence[tuple[int, ...]
         spec_algorithm=scheduler.spec_algorithm,
         forward_mode=ForwardMode.EXTEND,
         input_ids=input_ids,
-        req_pool_indices=places_there,
-        req_pool_indices_cpu=torch.from_numpy(places),
-        seq_lens=lengths_there,
+        req_pool_indices=pool_indices,
+        req_pool_indices_cpu=torch.from_numpy(entries),
+        seq_lens=seq_lens,
         seq_lens_cpu=torch.tensor(lengths),
-        orig_seq_lens=lengths_there.to(torch.int32),
+        orig_seq_lens=seq_lens.to(torch.int32),
         seq_lens_sum=sum(lengths),
         out_cache_loc=slots,
-        prefix_lens=[known] * len(lengths),
-        extend_lens=fresh,
+        prefix_lens=[cached] * len(lengths),
+        extend_lens=extend_lengths,
         extend_num_tokens=len(input_ids),
-        extend_logprob_start_lens=fresh,
+        extend_logprob_start_lens=extend_lengths,
         multimodal_inputs=[None] * len(lengths),
     )
 
 
-def give_back(batch: Any) -> None:
-    """Return the memory of a batch that was laid out here; what was matched in the tree stays there."""
+def free_batch(batch: Any) -> None:
+    """Free the memory of a batch that `build_batch` made; the matched prefix stays in the tree."""
     batch.token_to_kv_pool_allocator.free(batch.out_cache_loc)
 
 
-def _matched(tree: Any, req: Any) -> Tensor:
+def _cached_prefix(tree: Any, req: Any) -> Tensor:
     """Where SGLang's tree holds the beginning of a request."""
     if hasattr(req, "prefix_indices"):  # up to 0.5.17
         return req.prefix_indices  # type: ignore[no-any-return]
     return tree.prefix_device_indices(req) if req.prefix_len else torch.empty(0, dtype=torch.int64)
 
 
-def _sent(arrays: Sequence[np.ndarray[Any, Any]], device: torch.device) -> tuple[Tensor, ...]:
-    """The arrays on the device, by one copy that nobody waits for."""
-    packed = torch.from_numpy(np.concatenate(arrays))
+def _to_device(arrays: Sequence[np.ndarray[Any, Any]], device: torch.device) -> tuple[Tensor, ...]:
+    """Move the arrays to the device in one asynchronous copy."""
+    joined = torch.from_numpy(np.concatenate(arrays))
     if device.type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
-    return torch.split(packed, [len(array) for array in arrays])  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
+        joined = joined.pin_memory().to(device, non_blocking=True)
+    return torch.split(joined, [len(array) for array in arrays])  # type: ignore[no-any-return, no-untyped-call, unused-ignore]

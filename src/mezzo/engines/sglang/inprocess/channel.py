@@ -1,7 +1,7 @@
-"""Calls into SGLang's workers and their answers: `collective_rpc` carries a number, the message lies in a private folder.
+"""Calls into SGLang's workers and their answers: `collective_rpc` carries a path, the message lies in a private folder.
 
-SGLang's call into its workers returns nothing and prints its parameters to the log, so that it should carry little. Each
-rank writes its own answer: an error on a rank other than the first would else be lost.
+SGLang's call into its workers returns nothing and logs its parameters, so it should carry little. Each rank writes its own
+answer; otherwise an error on any rank but the first would be lost.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MEMORY = Path("/dev/shm")
 
 
 class Channel:
-    """The driver's end: one folder, readable by this user alone, in memory where the system offers that."""
+    """The driver's end: a folder that only this user can read, in memory where the system offers that."""
 
     def __init__(self, rpc: Callable[..., None], ranks: int) -> None:
         self.rpc, self.ranks, self.count = rpc, ranks, 0
-        self.ahead: list[Update] = []
-        """Updates that the workers apply before they do anything else: they travel with the next message, because one of
-        their own would cost a step half a millisecond or more."""
+        self.pending_updates: list[Update] = []
+        """Updates that the workers apply before they do anything else. They travel with the next message, because a message
+        of their own would cost a step half a millisecond or more."""
         self.folder = Path(tempfile.mkdtemp(prefix="mezzo-", dir=MEMORY if MEMORY.is_dir() else None))
 
     def call(self, function: str, **values: Any) -> Any:
@@ -37,49 +37,48 @@ class Channel:
         return self.call_all(function, **values)[0]
 
     def call_all(self, function: str, **values: Any) -> list[Any]:
-        """The answers of all ranks; an error of any of them is raised."""
+        """The answers of all ranks; an error on any of them is raised."""
         self.count += 1
         request = self.folder / f"{self.count}.request"
-        request.write_bytes(pickle.dumps((function, values, tuple(self.ahead)), protocol=5))
-        self.ahead.clear()
+        request.write_bytes(pickle.dumps((function, values, tuple(self.pending_updates)), protocol=5))
+        self.pending_updates.clear()
         try:
             self.rpc(METHOD, request=str(request))
         except AssertionError as error:
             raise RunFailed(f"SGLang's workers refused a call: {error}. Is mezzo installed beside SGLang?") from None
-        answers = [self._taken(request, rank) for rank in range(self.ranks)]
+        answers = [self._read_answer(request, rank) for rank in range(self.ranks)]
         request.unlink()
         return answers
 
-    def _taken(self, request: Path, rank: int) -> Any:
+    def _read_answer(self, request: Path, rank: int) -> Any:
         path = answer_path(request, rank)
         if not path.is_file():
             raise RunFailed(f"SGLang's worker {rank} did not answer; its log says why. The run can be resumed")
-        failed, value = pickle.loads(path.read_bytes())
+        error, value = pickle.loads(path.read_bytes())
         path.unlink()
-        if isinstance(failed, MezzoError):
-            raise failed
-        if failed:
-            raise RunFailed(f"SGLang's worker {rank} failed: {failed}\n{value}")
+        if isinstance(error, MezzoError):
+            raise error
+        if error:
+            raise RunFailed(f"SGLang's worker {rank} failed: {error}\n{value}")
         return value
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-Work = Callable[[str, dict[str, Any], tuple[Update, ...]], Any]
+Handler = Callable[[str, dict[str, Any], tuple[Update, ...]], Any]
 
 
-def answer(request: Path, rank: int, work: Work) -> None:
+def answer_request(request: Path, rank: int, handler: Handler) -> None:
     """A worker's end: do what the message says and leave the result, or the error, beside it."""
     try:
-        reply: tuple[Any, Any] = ("", work(*pickle.loads(request.read_bytes())))
+        reply: tuple[Any, Any] = ("", handler(*pickle.loads(request.read_bytes())))
     except MezzoError as error:
         reply = (error, None)
-    except Exception as error:  # whatever a worker meets must reach the driver, not SGLang's log
+    except Exception as error:  # any error must reach the driver, not only SGLang's log
         reply = (f"{type(error).__name__}: {error}", traceback.format_exc())
-    path = answer_path(request, rank)
     with contextlib.suppress(FileNotFoundError):
-        path.write_bytes(pickle.dumps(reply, protocol=5))
+        answer_path(request, rank).write_bytes(pickle.dumps(reply, protocol=5))
 
 
 def answer_path(request: Path, rank: int) -> Path:

@@ -8,51 +8,48 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.hf_hub import load_config
 from mezzo.engines.liveness import check_alive
-from mezzo.engines.sglang.facts import facts_of, stored_as
+from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD, adapter_shape
 from mezzo.engines.sglang.inprocess import launch
 from mezzo.engines.sglang.inprocess.channel import Channel
-from mezzo.engines.sglang.inprocess.forward import Count
-from mezzo.engines.sglang.inprocess.weights import Plan
-from mezzo.engines.sglang.rows import rows_of
-from mezzo.engines.sglang.server import requests
-from mezzo.engines.sglang.support import refuse_space
-from mezzo.engines.sglang.tensor_parts import assembled, digest_of, fitting
-from mezzo.engines.sglang.versions import check_version
+from mezzo.engines.sglang.inprocess.weights import WorkerPlan
+from mezzo.engines.sglang.model_facts import read_model_facts, trained_dtype
+from mezzo.engines.sglang.requests import generation_body
+from mezzo.engines.sglang.support import refuse_head, refuse_space
+from mezzo.engines.sglang.tensor_parts import Array, assemble_tensors, digest_tensors, refuse_foreign_tensors
+from mezzo.engines.sglang.token_rows import TokenCounts
+from mezzo.engines.sglang.versions import installed_version
 from mezzo.errors import ConfigError, ModelError
 from mezzo.types import Batch, MicroBatch, Probe, Scores, Update
 
-Array = npt.NDArray[np.generic]
 
-
-class SGLangEngine:
-    """One `sglang.Engine`, its workers' weights and the channel to them."""
+class InProcessEngine:
+    """The driver of one `sglang.Engine`, whose workers hold the weights."""
 
     pipeline = None
 
     def __init__(self, spec: EngineSpec) -> None:
         _refuse_model(spec)
-        facts = facts_of(spec)
+        facts = read_model_facts(spec)
         self.spec, self.space, self.facts = spec, spec.space, facts
         self.trained, self.base_digest = facts.trained, facts.base_digest
-        self.micro_batch = MicroBatch(rows=spec.rows, members=launch.MEMBERS)
+        self.micro_batch = MicroBatch(rows=spec.rows, members=PROBES_PER_FORWARD)
         self.share_prefixes = True
-        self.count = Count()
-        self.adapters = tuple(f"mezzo-{index}" for index in range(launch.MEMBERS))
-        adapter = launch.adapter_of(spec, facts.trained)
-        self.engine, self.processes = launch.start(spec, adapter)
+        self.token_counts = TokenCounts()
+        self.adapters = tuple(f"mezzo-{index}" for index in range(PROBES_PER_FORWARD))
+        shape = adapter_shape(spec.space, facts.trained)
+        self.engine, self.processes = launch.start(spec, shape)
         self.channel = Channel(self.engine.collective_rpc, spec.tp)
         try:
-            if adapter is not None:
-                launch.load_slots(self.engine, adapter, facts, self.adapters)
-            launch.watch_workers()
-            plan = Plan(spec.space.kind, facts.trained, facts.frozen, spec.noise_kind, spec.seed, self.adapters)
+            if shape is not None:
+                launch.load_zero_adapters(self.engine, shape, facts, self.adapters)
+            launch.install_sigquit_handler()
+            plan = WorkerPlan(spec.space.kind, facts.trained, facts.frozen, spec.noise_kind, spec.seed, self.adapters)
             self.channel.call("open", plan=plan)
-            if adapter is not None and self.digest() != facts.start:
+            if shape is not None and self.digest() != facts.initial_digest:
                 raise ModelError(
                     "SGLang's copy of the trained tensors differs from the checkpoint's; it cannot be trained"
                 )
@@ -60,85 +57,67 @@ class SGLangEngine:
             self.close()
             raise
 
-    # ---- the contract
-
     def score(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
         """scores[P, B, C], by one call into the workers."""
-        if batch.readout.kind == "head":
-            raise ModelError(
-                "SGLang serves no classification head; use --readout words or candidates, or --engine torch"
-            )
-        members = min(self.micro_batch.members, len(self.adapters))
-        scores, count = self.channel.call(
+        scores, token_counts = self.channel.call(
             "score",
             batch=batch,
             probes=tuple(probes),
             rows=self.micro_batch.rows,
-            members=members,
-            share=self.share_prefixes,
+            members=min(self.micro_batch.members, len(self.adapters)),
+            share_prefixes=self.share_prefixes,
         )
-        self.count = self.count + count
+        self.token_counts += token_counts
         return scores  # type: ignore[no-any-return]
 
     def check(self, batch: Batch, eps: float) -> None:
-        """Refuse a space that SGLang cannot perturb, or that no perturbation can train."""
+        """Refuse a space that SGLang cannot perturb, or whose perturbation changes no score."""
         refuse_space(self.space)
         check_alive(self, batch, eps)
 
     def apply(self, updates: Sequence[Update]) -> None:
         refuse_space(self.space)
-        self.channel.ahead += updates
+        self.channel.pending_updates += updates
 
     def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[tuple[int, ...]]]:
-        """Greedy continuations of the whole prompts, by SGLang's own requests."""
+        """Greedy continuations of the complete prompts, by SGLang's own requests."""
         if self.spec.family == "masked":
             raise ModelError("a masked language model does not generate text")
-        body = requests.continuation(batch, max_new_tokens)
-        return [[tuple(answer["output_ids"]) for answer in self._requested(probe, **body)] for probe in probes]
+        body = generation_body(batch, max_new_tokens)
+        return [[tuple(answer["output_ids"]) for answer in self.request_at(probe, body)] for probe in probes]
 
-    def score_by_requests(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
-        """The same scores through a request for each sequence, as servers are asked. Causal models only."""
-        rows, scores = rows_of(batch), requests.empty_scores(batch, len(probes))
-        for index, probe in enumerate(probes):
-            answers = self._requested(probe, **requests.request(rows, [None] * len(rows), batch.readout))
-            requests.put(scores, index, rows, requests.scores_of(rows, answers, batch.readout))
-        return scores
-
-    def residents(self) -> list[str]:
-        """Names of the adapters that SGLang holds ready."""
-        return list(self.channel.call("residents"))
-
-    def _requested(self, probe: Probe, **body: Any) -> list[Any]:
-        """Answers to requests at a probe, whose adapter is written first and whose cache is emptied before and after."""
-        placed = self.channel.call("place", probes=(probe,))
-        adapters = [self.adapters[0] if placed[0] else None] * len(body["input_ids"])
-        answers = self.engine.generate(**body, lora_path=adapters)
-        while not self.channel.call("idle"):  # the last request may still be on its way out
+    def request_at(self, probe: Probe, body: Mapping[str, Any]) -> list[Any]:
+        """SGLang's answers to a request at a probe; the prefix cache is emptied before and after."""
+        (adapter,) = self.channel.call("write_probes", probes=(probe,))
+        names = [self.adapters[0] if adapter else None] * len(body["input_ids"])
+        answers = self.engine.generate(**body, lora_path=names)
+        while not self.channel.call("flush_cache"):  # SGLang may not have finished the last request yet
             time.sleep(0.005)
-        launch.watch_workers()
+        launch.install_sigquit_handler()
         return list(answers)
 
     def state(self) -> dict[str, Array]:
-        return assembled(self.trained, self.channel.call_all("state"))
+        return assemble_tensors(self.trained, self.channel.call_all("state"))
 
     def load_state(self, tensors: Mapping[str, Array]) -> None:
-        self.channel.call_all("load", tensors=fitting(self.trained, tensors))
+        refuse_foreign_tensors(self.trained, tensors)
+        self.channel.call_all("load", tensors=dict(tensors))
 
     def digest(self) -> str:
-        return digest_of(self.state(), stored_as(self.spec))
+        return digest_tensors(self.state(), trained_dtype(self.spec))
 
     def describe(self) -> dict[str, Any]:
         return {
             "engine": "sglang",
-            "device": "cpu" if launch.on_cpu(self.spec.device) else "cuda",
+            "device": "cpu" if launch.runs_on_cpu(self.spec.device) else "cuda",
             "dtype": self.spec.dtype,
-            "sglang": check_version(),
+            "sglang": installed_version(),
             "threads": self.spec.threads or os.cpu_count() or 1,
             "tp": self.spec.tp,
             "parameters": self.facts.parameters,
             "trained_parameters": sum(int(np.prod(t.shape)) for t in self.trained),
-            "cached_tokens": self.count.cached,
-            "computed_tokens": self.count.computed,
+            "cached_tokens": self.token_counts.cached,
+            "computed_tokens": self.token_counts.computed,
         }
 
     def close(self) -> None:
@@ -147,7 +126,7 @@ class SGLangEngine:
 
 
 def _refuse_model(spec: EngineSpec) -> None:
-    if spec.dtype != "float32" and launch.on_cpu(spec.device):
+    if spec.dtype != "float32" and launch.runs_on_cpu(spec.device):
         raise ConfigError(
             f"on a CPU the sglang engine computes in float32: leave out --dtype {spec.dtype}, or use --engine torch"
         )
@@ -155,8 +134,7 @@ def _refuse_model(spec: EngineSpec) -> None:
         architectures = getattr(load_config(spec.model, spec.remote_code), "architectures", None) or ()
         if "RobertaForMaskedLM" not in architectures:
             raise ModelError(
-                f"of masked language models the sglang engine serves RobertaForMaskedLM, not {', '.join(architectures)}; "
-                "use --engine torch"
+                f"the only masked language model that the sglang engine serves is RobertaForMaskedLM, not "
+                f"{', '.join(architectures)}; use --engine torch"
             )
-    if spec.classes:
-        raise ModelError("SGLang serves no classification head; use --readout words or candidates, or --engine torch")
+    refuse_head(spec.classes)

@@ -1,7 +1,7 @@
-"""One forward of SGLang's own model runner over many sequences at once, without a request for each.
+"""A forward of SGLang's own model runner over many token rows at once, without a request for each.
 
-The scheduler must be idle: its request and token pools are borrowed and given back empty. Shared prefixes go through its
-RadixAttention tree under a key of their own probe, so that no key or value crosses a probe; the tree is emptied before the
+The scheduler must be idle: its request and token pools are borrowed and returned empty. Shared prefixes go through its
+RadixAttention tree under a key of their own probe, so that no key or value crosses probes; the tree is emptied before the
 weights of the next probes are written.
 """
 
@@ -16,116 +16,109 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.engines.sglang.inprocess.batch_layout import give_back, laid_out
-from mezzo.engines.sglang.rows import Row, common_prefix, shared_prompts
+from mezzo.engines.sglang.inprocess.batch_layout import build_batch, free_batch
+from mezzo.engines.sglang.token_rows import TokenCounts, TokenRow, common_prefix, shared_prompts
 from mezzo.errors import RunFailed
 from mezzo.types import Readout
 
-BUSY = "SGLang is busy with requests of others; a training run needs the engine for itself"
+BUSY = "SGLang is busy with other requests; a training run needs the engine for itself"
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """A probe as SGLang serves it: an adapter (None: the base weights) and its own corner of the prefix cache."""
+class ServedProbe:
+    """A probe as SGLang serves it: an adapter (None: the base weights) and a key in the prefix cache."""
 
     adapter: str | None
-    key: str
-
-
-@dataclass
-class Count:
-    """Tokens as SGLang counts them: taken from the prefix cache, and computed."""
-
-    cached: int = 0
-    computed: int = 0
-
-    def __add__(self, other: Count) -> Count:
-        return Count(self.cached + other.cached, self.computed + other.computed)
+    cache_key: str
 
 
 class Forward:
-    """Borrowed parts of one scheduler."""
+    """Forwards with the borrowed parts of one scheduler."""
 
-    def __init__(self, scheduler: Any, share: bool = True) -> None:
+    def __init__(self, scheduler: Any) -> None:
         from sglang.srt.mem_cache.common import release_kv_cache
         from sglang.srt.sampling.sampling_params import SamplingParams
 
         self.scheduler = scheduler
         self.runner = scheduler.tp_worker.model_runner
         self.causal = bool(scheduler.is_generation)
-        self.share = share
-        self.count = Count()
-        self._ready = 0
-        self._number = 0
-        self._nothing = SamplingParams(max_new_tokens=0, temperature=0)
-        """What all sequences generate."""
+        self.share_prefixes = True
+        self.token_counts = TokenCounts()
+        self._prefix_cached = False
+        self._requests = 0
+        self._generate_nothing = SamplingParams(max_new_tokens=0, temperature=0)
         # The option is `checkpoint` in new versions and `is_insert` in old ones: whether the tree keeps the tokens.
         keep = "checkpoint" if "checkpoint" in inspect.signature(release_kv_cache).parameters else "is_insert"
-        self._release: Any = lambda req, kept: release_kv_cache(req, scheduler.tree_cache, **{keep: kept})
+        self._release: Any = lambda req, cache: release_kv_cache(req, scheduler.tree_cache, **{keep: cache})
 
     def flush(self) -> None:
         """Empty the prefix cache and the pools."""
-        self._ready = 0
+        self._prefix_cached = False
         if not self.scheduler.flush_cache(empty_cache=False):
             raise RunFailed(BUSY)
 
-    def refuse_company(self) -> None:
-        """Nobody else may be served while the pools are borrowed."""
+    def refuse_other_requests(self) -> None:
+        """Raise RunFailed if SGLang serves anybody else: its pools are about to be borrowed."""
         if not self.scheduler.is_fully_idle():
             raise RunFailed(BUSY)
 
     @torch.no_grad()
-    def scores(self, rows: Sequence[Row], members: Sequence[Member], readout: Readout, every: Sequence[Row]) -> Tensor:
-        """[members, rows, words], or [members, rows] for candidates, of one unit. `every` are the rows of the batch it
-        belongs to: what they all share is computed once and kept for its other units."""
-        self._make_room(len(rows) * len(members), sum(len(row.ids) for row in rows) * len(members) * 2)
-        if self.causal and self.share:
-            self._prepare(rows, members, every)
-        if readout.kind == "candidates":
-            found = self._candidates(rows, members, readout.reduce)
-        else:
-            found = self._at_once(rows, members, readout)
-        return found.view(len(members), len(rows), *found.shape[1:])
+    def score(
+        self, rows: Sequence[TokenRow], probes: Sequence[ServedProbe], readout: Readout, every: Sequence[TokenRow]
+    ) -> Tensor:
+        """[probes, rows, words], or [probes, rows] for candidates.
 
-    def _at_once(self, rows: Sequence[Row], members: Sequence[Member], readout: Readout) -> Tensor:
-        """[members · rows, words]. What all rows share is in the tree by now, so that a member's first row finds it for all."""
-        reqs = [self._request(rows[0].ids, -1, member) for member in members]
-        batch = laid_out(self.scheduler, reqs, [row.ids for row in rows])
-        self.count.cached += sum(batch.prefix_lens)
-        self.count.computed += sum(batch.extend_lens)
-        output = self._run(batch, tuple(row.position for row in rows) * len(members), readout)
-        give_back(batch)  # while the device is still busy: what comes next in its queue may write there
+        `every` are the rows of the whole batch: what they all share is computed once and kept for its other forwards.
+        """
+        self._make_room(len(rows) * len(probes), sum(len(row.ids) for row in rows) * len(probes) * 2)
+        if self.causal and self.share_prefixes:
+            self._cache_prefixes(rows, probes, every)
+        if readout.kind == "candidates":
+            scores = self._score_candidates(rows, probes, readout.reduce)
+        else:
+            scores = self._score_words(rows, probes, readout)
+        return scores.view(len(probes), len(rows), *scores.shape[1:])
+
+    def _score_words(self, rows: Sequence[TokenRow], probes: Sequence[ServedProbe], readout: Readout) -> Tensor:
+        """[probes · rows, words]. The prefix of all rows is in the tree by now: one request per probe finds it for all."""
+        reqs = [self._request(rows[0].ids, -1, probe) for probe in probes]
+        batch = build_batch(self.scheduler, reqs, [row.ids for row in rows])
+        self.token_counts += TokenCounts(sum(batch.prefix_lens), sum(batch.extend_lens))
+        output = self._run(batch, tuple(row.position for row in rows) * len(probes), readout)
+        free_batch(batch)  # while the device is still busy: what comes next in its queue may write there
         if not self.causal:
             return output.float().cpu()
         scores = output.float().log_softmax(-1) if readout.vocabulary else output
         return scores[:, list(readout.words)].float().cpu()
 
     def _run(self, batch: Any, positions: tuple[int, ...], readout: Readout) -> Tensor:
-        """One forward: next-token logits, or of an encoder, whose scores leave SGLang as embeddings, those of its words."""
+        """Next-token logits of a causal model; label-word scores of an encoder, which leave SGLang as embeddings."""
         if self.causal:
             output = self.scheduler.tp_worker.forward_batch_generation(batch, is_verify=True).logits_output
             return output.next_token_logits  # type: ignore[no-any-return]
-        from mezzo.engines.sglang.models.roberta import Look
+        from mezzo.engines.sglang.models.roberta import MaskReadout
 
-        self.runner.model.look = Look(positions, readout.words, readout.vocabulary)
+        self.runner.model.mask_readout = MaskReadout(positions, readout.words, readout.vocabulary)
         try:
-            found = self.scheduler.tp_worker.forward_batch_embedding(batch)
+            result = self.scheduler.tp_worker.forward_batch_embedding(batch)
         finally:
-            self.runner.model.look = None
-        output = found[0] if isinstance(found, tuple) else found
+            self.runner.model.mask_readout = None
+        output = result[0] if isinstance(result, tuple) else result
         return torch.as_tensor(output.embeddings if hasattr(output, "embeddings") else output)
 
-    def _prepare(self, rows: Sequence[Row], members: Sequence[Member], every: Sequence[Row]) -> None:
-        """Fill the tree: first what the whole batch shares, then the prompts of this unit's candidates."""
+    def _cache_prefixes(
+        self, rows: Sequence[TokenRow], probes: Sequence[ServedProbe], every: Sequence[TokenRow]
+    ) -> None:
+        """Fill the tree: first with what the whole batch shares, then with the prompts of these rows' candidates."""
         prefix = common_prefix(every)
-        if prefix and not self._ready:
-            self._extend([(prefix, -1, m) for m in members], kept=True)
-            self._ready = len(prefix)
+        if prefix and not self._prefix_cached:
+            self._extend([(prefix, -1, probe) for probe in probes], cache=True)
+            self._prefix_cached = True
         if prompts := shared_prompts(rows, len(prefix)):
-            self._extend([(ids, -1, m) for m in members for ids in prompts], kept=True)
+            self._extend([(ids, -1, probe) for probe in probes for ids in prompts], cache=True)
 
     def _make_room(self, sequences: int, tokens: int) -> None:
-        """Allocating must never evict: a tree node that a sequence was just matched to would go."""
+        """Free memory in advance: an allocation must never evict a tree node that a row was just matched to."""
         if sequences > (most := self.scheduler.req_to_token_pool.size):
             raise RunFailed(f"SGLang takes {most} sequences at once, not {sequences}: use a smaller --micro-batch")
         free = self.scheduler.token_to_kv_pool_allocator.available_size
@@ -133,50 +126,49 @@ class Forward:
             self.flush()
         if free() < tokens:
             raise RunFailed(
-                f"a unit of work needs up to {tokens} tokens of SGLang's cache, which holds {free()}: use a smaller --micro-batch"
+                f"one forward needs up to {tokens} tokens of SGLang's cache, which holds {free()}: use a smaller --micro-batch"
             )
 
-    def _candidates(self, rows: Sequence[Row], members: Sequence[Member], reduce: str) -> Tensor:
-        """[members · rows]: the mean or sum of the log-probabilities of each candidate's tokens."""
-        work = [(row.ids, row.start, member) for member in members for row in rows]
-        output = self._extend(work, kept=False)
-        counts = [len(ids) - start for ids, start, _ in work]  # each ends with an entry for the unknown next token
-        pieces = torch.split(torch.as_tensor(output.input_token_logprobs).float().cpu(), counts)
-        reduced = torch.Tensor.mean if reduce == "mean" else torch.Tensor.sum
-        return torch.stack([reduced(piece[:-1]) for piece in pieces])
+    def _score_candidates(self, rows: Sequence[TokenRow], probes: Sequence[ServedProbe], reduce: str) -> Tensor:
+        """[probes · rows]: the mean or sum of the log-probabilities of each candidate's tokens."""
+        sequences = [(row.ids, row.logprob_start, probe) for probe in probes for row in rows]
+        output = self._extend(sequences, cache=False)
+        counts = [len(ids) - start for ids, start, _ in sequences]  # each ends with an entry for the unknown next token
+        logprobs = torch.split(torch.as_tensor(output.input_token_logprobs).float().cpu(), counts)
+        reduction = torch.Tensor.mean if reduce == "mean" else torch.Tensor.sum
+        return torch.stack([reduction(values[:-1]) for values in logprobs])
 
-    def _extend(self, work: Sequence[tuple[tuple[int, ...], int, Member]], kept: bool) -> Any:
-        """A forward of sequences that each find their own beginning in the tree and, if `kept`, stay there."""
-        reqs = [self._request(ids, start, member) for ids, start, member in work]
+    def _extend(self, sequences: Sequence[tuple[tuple[int, ...], int, ServedProbe]], cache: bool) -> Any:
+        """A forward of (tokens, logprob_start, probe), each matched against the tree and, with `cache`, kept in it."""
+        reqs = [self._request(ids, start, probe) for ids, start, probe in sequences]
         output = self.scheduler.tp_worker.forward_batch_generation(self._batch(reqs), is_verify=True).logits_output
-        self._finished(reqs, kept)
+        self._release_requests(reqs, cache)
         return output
 
-    def _finished(self, reqs: Sequence[Any], kept: bool) -> None:
-        """Give the sequences' memory back; SGLang has counted what it took from its cache."""
+    def _release_requests(self, reqs: Sequence[Any], cache: bool) -> None:
+        """Free the memory of the requests, and count the tokens that SGLang found in its cache."""
         allocator = self.scheduler.token_to_kv_pool_allocator
         allocator.free_group_begin()  # one operation for all of them
         for req in reqs:
-            self.count.cached += req.cached_tokens
-            self.count.computed += len(req.origin_input_ids) - req.cached_tokens
-            self._release(req, kept)
+            self.token_counts += TokenCounts(req.cached_tokens, len(req.origin_input_ids) - req.cached_tokens)
+            self._release(req, cache)
         allocator.free_group_end()
 
-    def _request(self, ids: tuple[int, ...], start: int, member: Member) -> Any:
+    def _request(self, ids: tuple[int, ...], logprob_start: int, probe: ServedProbe) -> Any:
         from sglang.srt.managers.schedule_batch import Req
 
-        self._number += 1
+        self._requests += 1
         req = Req(
-            rid=f"mezzo-{self._number}",
+            rid=f"mezzo-{self._requests}",
             origin_input_text="",
             origin_input_ids=array("q", ids),
-            sampling_params=self._nothing,
-            return_logprob=start >= 0,
-            lora_id=member.adapter,
-            extra_key=member.key,
+            sampling_params=self._generate_nothing,
+            return_logprob=logprob_start >= 0,
+            lora_id=probe.adapter,
+            extra_key=probe.cache_key,
             vocab_size=self.runner.model_config.vocab_size,
         )
-        req.logprob_start_len = start
+        req.logprob_start_len = logprob_start
         req.init_next_round_input(self.scheduler.tree_cache)
         if hasattr(req, "set_extend_range"):  # up to 0.5.17
             req.set_extend_range(len(req.prefix_indices), len(ids))
@@ -185,6 +177,7 @@ class Forward:
         return req
 
     def _batch(self, reqs: list[Any]) -> Any:
+        """SGLang's own way to a batch."""
         from sglang.srt.managers.schedule_batch import ScheduleBatch
 
         scheduler = self.scheduler

@@ -1,4 +1,4 @@
-"""Start SGLang in process: its arguments on a GPU and on a plain CPU, and the zero adapters that become slots."""
+"""Start and stop SGLang in process: its arguments on a GPU and on a plain CPU, and the zero adapters that become slots."""
 
 from __future__ import annotations
 
@@ -11,66 +11,33 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from typing import Any
 
+import torch
+
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.hf_hub import locate
-from mezzo.engines.sglang.facts import Facts
-from mezzo.engines.sglang.support import FUSED, TRAINABLE, leaf_of, module_of, served
+from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD, AdapterShape, adapter_tensors
+from mezzo.engines.sglang.model_facts import ModelFacts
+from mezzo.engines.sglang.module_names import module_of, sglang_path
 from mezzo.errors import ConfigError, ModelError, RunFailed
-from mezzo.types import TrainedTensor
 
-MEMBERS = 2
-"""Probes of one forward: the two signs of a direction."""
 CACHE_TOKENS = {"cpu": 65_536, "cuda": 1_048_576}
-"""Key-value cache in tokens: enough for a large batch; on a GPU less, where memory does not allow as much."""
+"""Size of the key-value cache: enough for a large batch; SGLang lowers it where a GPU has less memory."""
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """The shape of the slots: LoRA's own rank and scale, or the rank of the noise at scale one."""
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-
-    def config(self) -> dict[str, Any]:
-        return {
-            "peft_type": "LORA",
-            "r": self.rank,
-            "lora_alpha": self.alpha,
-            "target_modules": list(self.targets),
-            "bias": "none",
-            "lora_dropout": 0.0,
-            "task_type": "CAUSAL_LM",
-        }
-
-
-def adapter_of(spec: EngineSpec, trained: Sequence[TrainedTensor]) -> Adapter | None:
-    """What the adapters of a space look like; None where nothing can be trained."""
-    if spec.space.kind not in TRAINABLE:
-        return None
-    targets = {leaf_of(served(module_of(t.name))) for t in trained}
-    for parts in FUSED.values():  # SGLang stacks these, and wants all of a stack
-        targets |= set(parts) if targets & set(parts) else set()
-    rank = spec.space.rank if spec.space.kind == "lora" else spec.space.noise_rank
-    alpha = spec.space.alpha if spec.space.kind == "lora" else float(rank)
-    return Adapter(rank, alpha, tuple(sorted(targets)))
-
-
-def start(spec: EngineSpec, adapter: Adapter | None) -> tuple[Any, list[Any]]:
-    """An `sglang.Engine` and the processes it started; whatever it cannot do is explained."""
-    cpu = on_cpu(spec.device)
-    with _environment(_variables(spec, cpu)), warnings.catch_warnings():
+def start(spec: EngineSpec, shape: AdapterShape | None) -> tuple[Any, list[Any]]:
+    """Start an `sglang.Engine`; return it and the processes it started."""
+    cpu = runs_on_cpu(spec.device)
+    with _set_environment(_environment_variables(spec, cpu)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         before = _children()
-        logging.getLogger("sglang.srt.entrypoints.engine").addFilter(_not_our_handler)
+        logging.getLogger("sglang.srt.entrypoints.engine").addFilter(_is_not_sigquit_report)
         try:
             import sglang
 
-            engine = sglang.Engine(**arguments(spec, adapter, cpu))
+            engine = sglang.Engine(**engine_arguments(spec, shape, cpu))
         except (ValueError, RuntimeError, AssertionError, OSError) as error:
             first = (str(error).splitlines() or [repr(error)])[0]
             raise ModelError(f"SGLang could not start: {first}") from None
@@ -78,7 +45,7 @@ def start(spec: EngineSpec, adapter: Adapter | None) -> tuple[Any, list[Any]]:
 
 
 def stop(engine: Any, processes: Sequence[Any]) -> None:
-    """End SGLang. Its own `shutdown` would end every child of this process, whoever started it."""
+    """Stop SGLang. Its own `shutdown` would kill all children of this process, not only SGLang's."""
     atexit.unregister(engine.shutdown)
     watchdog = getattr(engine.tokenizer_manager, "_subprocess_watchdog", None)
     if watchdog is not None:
@@ -88,19 +55,21 @@ def stop(engine: Any, processes: Sequence[Any]) -> None:
         engine.send_to_rpc = None
     import psutil
 
-    doomed = list(processes)
+    tree = list(processes)
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            doomed += process.children(recursive=True)
-    for process in doomed:
+            tree += process.children(recursive=True)
+    for process in tree:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(doomed, timeout=30)
+    psutil.wait_procs(tree, timeout=30)
 
 
 def _children() -> list[Any]:
-    """This process's children, without multiprocessing's own tracker, which outlives any engine. It is started with SGLang's
-    variables: of what SGLang leaves behind when it is stopped, it would else complain when this process ends."""
+    """This process's children, without multiprocessing's resource tracker, which outlives any engine.
+
+    The tracker is started here, while PYTHONWARNINGS is set: it would otherwise warn at exit about what SGLang leaves behind.
+    """
     import psutil
 
     resource_tracker.ensure_running()
@@ -108,20 +77,20 @@ def _children() -> list[Any]:
     return [child for child in psutil.Process().children() if child.pid != tracker]
 
 
-def worker_died(signum: int, frame: Any) -> None:
-    """SGLang's processes send SIGQUIT when they fail; its own answer would be to kill this process."""
-    raise RunFailed("a process of SGLang has died; its log above says why. A run that had begun can be resumed")
+def raise_worker_died(signum: int, frame: Any) -> None:
+    """SGLang's processes send SIGQUIT when they fail; SGLang's own handler would kill this process."""
+    raise RunFailed("one of SGLang's processes died; its log above says why. A run that had begun can be resumed")
 
 
-def watch_workers() -> None:
-    """SGLang puts its own handler in place with the first request; put ours back."""
+def install_sigquit_handler() -> None:
+    """Replace the handler that SGLang installs with its first request."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGQUIT, worker_died)
+        signal.signal(signal.SIGQUIT, raise_worker_died)
 
 
-def arguments(spec: EngineSpec, adapter: Adapter | None, cpu: bool) -> dict[str, Any]:
-    """SGLang's own options. Scores need no decoding, so that graphs, grammars and overlap only cost."""
-    chosen: dict[str, Any] = {
+def engine_arguments(spec: EngineSpec, shape: AdapterShape | None, cpu: bool) -> dict[str, Any]:
+    """SGLang's own options. Nothing is decoded for scores, so CUDA graphs, grammars and overlap would only cost."""
+    arguments: dict[str, Any] = {
         "model_path": locate(spec.model),
         "dtype": spec.dtype,
         "tp_size": spec.tp,
@@ -133,65 +102,58 @@ def arguments(spec: EngineSpec, adapter: Adapter | None, cpu: bool) -> dict[str,
         "grammar_backend": "none",
         "sampling_backend": "pytorch",
         "max_total_tokens": CACHE_TOKENS["cpu" if cpu else "cuda"],
-        "max_running_requests": max(64, MEMBERS * spec.rows * 2),
+        "max_running_requests": max(64, PROBES_PER_FORWARD * spec.rows * 2),
         "chunked_prefill_size": -1,
         "page_size": 1,
         "log_level": "error",
-        "custom_sigquit_handler": worker_died,
+        "custom_sigquit_handler": raise_worker_died,
     }
-    if spec.family == "masked":  # an encoder reads whole sequences and caches nothing
-        chosen |= {"is_embedding": True, "disable_radix_cache": True}
+    if spec.family == "masked":  # an encoder attends in both directions, so nothing can be cached
+        arguments |= {"is_embedding": True, "disable_radix_cache": True}
     if cpu:
-        chosen |= {
+        arguments |= {
             "device": "cpu",
             "attention_backend": "torch_native",
             "mem_fraction_static": 0.5,
             "sleep_on_idle": True,
         }
     else:
-        chosen |= {"attention_backend": "triton", "base_gpu_id": int(spec.device.partition(":")[2] or 0)}
-    if adapter is not None:
-        chosen |= {
+        arguments |= {"attention_backend": "triton", "base_gpu_id": int(spec.device.partition(":")[2] or 0)}
+    if shape is not None:
+        arguments |= {
             "enable_lora": True,
-            "max_lora_rank": adapter.rank,
-            "lora_target_modules": list(adapter.targets),
-            "max_loras_per_batch": MEMBERS + 2,
+            "max_lora_rank": shape.rank,
+            "lora_target_modules": list(shape.targets),
+            "max_loras_per_batch": PROBES_PER_FORWARD + 2,
             "lora_backend": "torch_native" if cpu else "triton",
         }
-    return chosen
+    return arguments
 
 
-def load_slots(engine: Any, adapter: Adapter, facts: Facts, names: Sequence[str]) -> None:
-    """Adapters of zeros, known to SGLang by name; the workers write the probes into them."""
-    import torch
-
-    shapes = _shapes(facts)
-    zeros = {}
-    for module, (out, inner) in shapes.items():
-        module = served(module)
-        zeros[f"base_model.model.{module}.lora_A.weight"] = torch.zeros(adapter.rank, inner)
-        zeros[f"base_model.model.{module}.lora_B.weight"] = torch.zeros(out, adapter.rank)
+def load_zero_adapters(engine: Any, shape: AdapterShape, facts: ModelFacts, names: Sequence[str]) -> None:
+    """Load adapters of zeros, known to SGLang by name; the workers write the probes into them."""
+    zeros: dict[str, torch.Tensor] = {}
+    for module, (out, inner) in _module_shapes(facts).items():
+        a, b = torch.zeros(shape.rank, inner), torch.zeros(out, shape.rank)
+        zeros |= adapter_tensors(sglang_path(module), a, b)
     for name in names:
-        loaded = engine.load_lora_adapter_from_tensors(name, zeros, adapter.config())
+        loaded = engine.load_lora_adapter_from_tensors(name, zeros, shape.peft_config())
         if not loaded.success:
             raise ModelError(f"SGLang refused an adapter: {loaded.error_message}")
 
 
-def _shapes(facts: Facts) -> dict[str, tuple[int, int]]:
-    """(out, in) of each adapted matrix."""
-    found: dict[str, list[int]] = {}
-    for trained in (*facts.trained, *facts.frozen):
-        shape = found.setdefault(module_of(trained.name), [0, 0])
-        if trained.kind != "lora_A":
-            shape[0] = trained.shape[0]
-        if trained.kind != "lora_B":
-            shape[1] = trained.shape[1]
-    return {module: (out, inner) for module, (out, inner) in found.items()}
+def _module_shapes(facts: ModelFacts) -> dict[str, tuple[int, int]]:
+    """(out, in) of each adapted module, from its matrix or its two LoRA factors."""
+    shapes: dict[str, tuple[int, int]] = {}
+    for tensor in (*facts.trained, *facts.frozen):
+        out, inner = shapes.get(module_of(tensor.name), (0, 0))
+        out = tensor.shape[0] if tensor.kind != "lora_A" else out
+        inner = tensor.shape[1] if tensor.kind != "lora_B" else inner
+        shapes[module_of(tensor.name)] = (out, inner)
+    return shapes
 
 
-def on_cpu(device: str) -> bool:
-    import torch
-
+def runs_on_cpu(device: str) -> bool:
     if device == "auto":
         return not torch.cuda.is_available()
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
@@ -199,24 +161,26 @@ def on_cpu(device: str) -> bool:
     return device == "cpu"
 
 
-def _variables(spec: EngineSpec, cpu: bool) -> dict[str, str]:
-    """What SGLang's processes read from the environment; a user's own setting stands."""
-    chosen = {"PYTHONWARNINGS": "ignore"}
+def _environment_variables(spec: EngineSpec, cpu: bool) -> dict[str, str]:
+    """What SGLang's processes read from the environment; the user's own settings take precedence."""
+    variables = {"PYTHONWARNINGS": "ignore"}
     if spec.family == "masked":
-        chosen["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "mezzo.engines.sglang.models"
+        variables["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "mezzo.engines.sglang.models"
     if cpu:
-        chosen["SGLANG_USE_CPU_ENGINE"] = "1"
-        chosen["OMP_WAIT_POLICY"] = "PASSIVE"  # pinned threads that spin while they wait starve whoever shares the core
+        variables["SGLANG_USE_CPU_ENGINE"] = "1"
+        variables["OMP_WAIT_POLICY"] = (
+            "PASSIVE"  # pinned threads that spin while waiting starve other threads of their core
+        )
     if cpu and (spec.tp > 1 or spec.threads):
-        # SGLang pins its threads: ranks on the same cores would wait for each other.
+        # SGLang pins its threads; ranks on the same cores would wait for each other.
         cores = sorted(os.sched_getaffinity(0))[: max(spec.threads or 0, spec.tp) if spec.threads else None]
         shares = [cores[rank :: spec.tp] or [cores[rank % len(cores)]] for rank in range(spec.tp)]
-        chosen["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
-    return {name: value for name, value in chosen.items() if name not in os.environ}
+        variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+    return {name: value for name, value in variables.items() if name not in os.environ}
 
 
 @contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
+def _set_environment(variables: dict[str, str]) -> Iterator[None]:
     os.environ.update(variables)
     try:
         yield
@@ -225,6 +189,6 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _not_our_handler(record: logging.LogRecord) -> bool:
-    """SGLang reports the use of `custom_sigquit_handler` as an error, which it is not."""
+def _is_not_sigquit_report(record: logging.LogRecord) -> bool:
+    """False for SGLang's report that `custom_sigquit_handler` is in use, which it logs as an error."""
     return "SIGQUIT handler" not in record.getMessage()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mezzo.engines.sglang.inprocess.channel import METHOD, answer
+from mezzo.engines.sglang.inprocess.channel import METHOD, answer_request
 
 
 def register() -> None:
-    """Add the method that `Engine.collective_rpc` reaches on every rank."""
+    """Add the method that `Engine.collective_rpc` calls on every rank."""
     from sglang.srt.managers.scheduler import Scheduler
 
     setattr(Scheduler, METHOD, _call)
@@ -20,4 +20,4 @@ def _call(scheduler: Any, request: str) -> None:
 
     worker = scheduler.__dict__.setdefault("_mezzo_worker", None) or Worker(scheduler)
     scheduler._mezzo_worker = worker
-    answer(Path(request), worker.rank, worker.work)
+    answer_request(Path(request), worker.rank, worker.handle)

@@ -1,8 +1,8 @@
-"""`RobertaForMaskedLM` for SGLang: an encoder with its masked-LM head, read at one position a sequence.
+"""`RobertaForMaskedLM` for SGLang: an encoder with its masked-LM head, read at one position per sequence.
 
-Built from SGLang's own linear and attention layers, under the names its LoRA manager knows (`layers.N.qkv_proj`, `o_proj`,
-`down_proj`), so that adapters, several in one batch, and tensor parallelism work as on any other model. SGLang has no
-masked-LM readout: the label-word scores leave the model as its "embedding". What to read is set by the engine before a forward.
+It is built from SGLang's own linear and attention layers, under the names that its LoRA manager knows (`layers.N.qkv_proj`,
+`o_proj`, `down_proj`), so that adapters, several in one batch, and tensor parallelism work as on any other model. SGLang has no
+masked-LM readout: the label-word scores leave the model as its "embedding". The engine sets what to read before a forward.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import Tensor, nn
 
-from mezzo.engines.sglang.support import served
+from mezzo.engines.sglang.module_names import FUSED, projection_of, sglang_path
 
 
 @dataclass(frozen=True)
-class Look:
-    """Where each sequence is read, for which rows of the LM head, and whether over the whole vocabulary."""
+class MaskReadout:
+    """The position to read in each sequence, and the label words; with `vocabulary`, their log-probabilities."""
 
     positions: tuple[int, ...]
     words: tuple[int, ...]
     vocabulary: bool
 
 
-class Layer(nn.Module):
+class RobertaLayer(nn.Module):
     """One post-norm transformer layer."""
 
     def __init__(self, config: Any, index: int, quant: Any = None) -> None:
@@ -71,7 +71,7 @@ class Layer(nn.Module):
 
 
 class RobertaForMaskedLM(nn.Module):
-    """The whole model. Embeddings and head are small and held by every rank."""
+    """The model. Embeddings and head are small and replicated on every rank."""
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__()
@@ -83,12 +83,12 @@ class RobertaForMaskedLM(nn.Module):
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, size)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, size)
         self.embedding_norm = nn.LayerNorm(size, eps=config.layer_norm_eps)
-        self.layers = nn.ModuleList(Layer(config, i, quant_config) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(RobertaLayer(config, i, quant_config) for i in range(config.num_hidden_layers))
         self.head_dense = nn.Linear(size, size)
         self.head_norm = nn.LayerNorm(size, eps=config.layer_norm_eps)
         self.head_bias = nn.Parameter(torch.zeros(config.vocab_size))
         self.decoder = None if config.tie_word_embeddings else nn.Embedding(config.vocab_size, size)
-        self.look: Look | None = None
+        self.mask_readout: MaskReadout | None = None
 
     @torch.no_grad()
     def forward(
@@ -100,7 +100,7 @@ class RobertaForMaskedLM(nn.Module):
         get_embedding: bool = False,
     ) -> EmbeddingPoolerOutput:
         hidden = self.word_embeddings(input_ids) + self.token_type_embeddings.weight[0]
-        # RoBERTa counts positions from behind its padding token's id. Sequences here are whole and unpadded.
+        # RoBERTa's positions begin after the id of its padding token. Sequences here are complete and unpadded.
         hidden = hidden + self.position_embeddings(positions + self.config.pad_token_id + 1)
         hidden = self.embedding_norm(hidden)
         for layer in self.layers:
@@ -109,18 +109,18 @@ class RobertaForMaskedLM(nn.Module):
         return EmbeddingPoolerOutput(embeddings=self._scores(hidden, ends - forward_batch.extend_seq_lens))
 
     def _scores(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        if self.look is None:
-            raise ValueError("this model is read by mezzo's engine, which says where and for which words")
-        look, device = self.look, hidden.device
-        read = hidden[starts + torch.tensor(look.positions, device=device)]
-        read = self.head_norm(F.gelu(self.head_dense(read)))
-        rows = (self.decoder or self.word_embeddings).weight
-        words = torch.tensor(look.words, device=device)
-        if not look.vocabulary:
-            return F.linear(read, rows[words], self.head_bias[words]).float()
-        return F.linear(read, rows, self.head_bias).float().log_softmax(-1)[:, words]
+        readout, device = self.mask_readout, hidden.device
+        if readout is None:
+            raise ValueError("this model works with mezzo's engine only, which sets the positions and words to read")
+        hidden = hidden[starts + torch.tensor(readout.positions, device=device)]
+        hidden = self.head_norm(F.gelu(self.head_dense(hidden)))
+        weight = (self.decoder or self.word_embeddings).weight
+        words = torch.tensor(readout.words, device=device)
+        if not readout.vocabulary:
+            return F.linear(hidden, weight[words], self.head_bias[words]).float()
+        return F.linear(hidden, weight, self.head_bias).float().log_softmax(-1)[:, words]
 
-    # ---- what SGLang asks of a model
+    # ---- what SGLang expects of a model
 
     def get_hidden_dim(self, module_name: str, layer_idx: int) -> tuple[int, int]:
         """(in, out) of the modules that adapters reach."""
@@ -133,20 +133,20 @@ class RobertaForMaskedLM(nn.Module):
         }[module_name]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        own = dict(self.named_parameters())
-        missing = set(own)
-        for name, loaded in weights:
-            target, shard = _target(name)
-            if target not in own:
+        parameters = dict(self.named_parameters())
+        missing = set(parameters)
+        for checkpoint_name, weight in weights:
+            name, shard = _parameter_of(checkpoint_name)
+            if name not in parameters:
                 continue  # a pooler that the readout ignores, or the tied decoder
-            loader = getattr(own[target], "weight_loader", default_weight_loader)
-            loader(own[target], loaded, *((shard,) if shard else ()))
-            missing.discard(target)
+            loader = getattr(parameters[name], "weight_loader", default_weight_loader)
+            loader(parameters[name], weight, *((shard,) if shard else ()))
+            missing.discard(name)
         if missing:
             raise ValueError(f"the checkpoint lacks {', '.join(sorted(missing)[:3])}")
 
 
-OUTSIDE = {
+EMBEDDINGS_AND_HEAD = {
     "roberta.embeddings.word_embeddings": "word_embeddings",
     "roberta.embeddings.position_embeddings": "position_embeddings",
     "roberta.embeddings.token_type_embeddings": "token_type_embeddings",
@@ -158,20 +158,20 @@ OUTSIDE = {
 NORMS = {"attention.output.LayerNorm": "attention_norm", "output.LayerNorm": "output_norm"}
 
 
-def _target(name: str) -> tuple[str, str]:
-    """A checkpoint's tensor name → this model's parameter and, in a fused one, which part."""
+def _parameter_of(name: str) -> tuple[str, str]:
+    """The parameter that a tensor of a checkpoint belongs to and, for a fused one, which part of it."""
     if name == "lm_head.bias":
         return "head_bias", ""
     module, _, kind = name.rpartition(".")
-    if module in OUTSIDE:
-        return f"{OUTSIDE[module]}.{kind}", ""
+    if module in EMBEDDINGS_AND_HEAD:
+        return f"{EMBEDDINGS_AND_HEAD[module]}.{kind}", ""
     layer, _, rest = module.removeprefix("roberta.encoder.layer.").partition(".")
     if rest in NORMS:
         return f"layers.{layer}.{NORMS[rest]}.{kind}", ""
-    path = served(module)
-    leaf = path.rsplit(".", 1)[-1]
-    if leaf in ("q_proj", "k_proj", "v_proj"):
-        return f"{path.removesuffix(leaf)}qkv_proj.{kind}", leaf[0]
+    path = sglang_path(module)
+    projection = projection_of(path)
+    if projection in FUSED["qkv_proj"]:
+        return f"{path.removesuffix(projection)}qkv_proj.{kind}", projection[0]
     return f"{path}.{kind}", ""
 
 

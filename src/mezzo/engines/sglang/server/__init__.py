@@ -1,1 +1,1 @@
-"""SGLang servers that somebody else started, by URL."""
+"""SGLang servers that are already running, reached by URL."""

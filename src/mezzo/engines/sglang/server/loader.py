@@ -1,77 +1,43 @@
-"""What a server runs to move its weights: SGLang calls `load` on every rank (`--custom-weight-loader`), mezzo beside it.
+"""What a server runs to change its weights: SGLang calls `load` on every rank (`--custom-weight-loader`).
 
-An order is a list of updates, (seed, coefficient) pairs, as bytes of JSON in one small tensor: the noise is made where the
-weights are. Whole matrices come the same way, when a server must go back to where a run began or to a snapshot.
+Updates arrive as (seed, coefficient) pairs, in JSON in one small tensor; the noise is made where the weights are. Complete
+matrices arrive the same way when a server has to return to the base model or to a snapshot.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from mezzo.engines.sglang.matrices import Matrices
-from mezzo.engines.sglang.shards import Part, parts_of
+from mezzo.engines.sglang.matrices import MatrixShards
+from mezzo.engines.sglang.shards import Shard, layer_shards
+from mezzo.engines.sglang.tensor_parts import Array, to_tensor
 from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.method import noise
 from mezzo.types import TrainedTensor, Update
 
 LOADER = "mezzo.engines.sglang.server.loader.load"
-ORDER = "mezzo.order"
+UPDATES = "mezzo.updates"
+MESSAGE_BYTES = 64 * 2**20
 
 
-def order(trained: Sequence[TrainedTensor], updates: Sequence[Update]) -> tuple[str, Tensor]:
-    """The updates as one named tensor, with all that a rank must know to carry them out."""
+# ---- the client's side
+
+
+def encode_updates(trained: Sequence[TrainedTensor], updates: Sequence[Update]) -> tuple[str, Tensor]:
+    """The updates as one named tensor, with all that a rank must know to apply them."""
     content = {
         "noise": noise.VERSION,
         "tensors": [[t.name, t.shape, t.rank, t.decay] for t in trained],
         "updates": [[u.terms, u.keep] for u in updates],
     }
-    return ORDER, torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+    return UPDATES, torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
 
 
-@torch.no_grad()
-def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """SGLang's side: carry out orders, and write whole matrices, in this rank's share of the model."""
-    places = _places(model)
-    for name, tensor in named_tensors:
-        if name == ORDER:
-            _carry_out(json.loads(tensor.cpu().numpy().tobytes()), places, next(model.parameters()).device)
-        else:
-            Matrices((), places, _source(tensor.device)).load(name, tensor)
-
-
-def _carry_out(content: dict[str, Any], places: dict[str, tuple[Part, Any]], device: torch.device) -> None:
-    if content["noise"] != noise.VERSION:
-        raise ValueError(f"the run makes noise {content['noise']!r}, the mezzo beside this server {noise.VERSION!r}")
-    trained = [
-        TrainedTensor(name, tuple(shape), "matrix", rank, decay) for name, shape, rank, decay in content["tensors"]
-    ]
-    matrices = Matrices(trained, places, _source(device))
-    for terms, keep in content["updates"]:
-        update = Update(tuple((seed, coef) for seed, coef in terms), keep)
-        if not update.empty:
-            matrices.apply(update)
-
-
-def _source(device: torch.device) -> NoiseSource:
-    return NoiseSource("rademacher", device)  # low-rank factors are ±1 whatever the kind of dense noise
-
-
-def _places(model: torch.nn.Module) -> dict[str, tuple[Part, Any]]:
-    """Hugging Face tensor name → its part and layer, of every layer that SGLang has given adapters."""
-    found: dict[str, tuple[Part, Any]] = {}
-    for path, module in model.named_modules():
-        if (layer := getattr(module, "base_layer", None)) is not None:
-            found |= {f"{part.module}.weight": (part, layer) for part in parts_of(path, layer)}
-    return found
-
-
-def sized(tensors: dict[str, np.ndarray[Any, Any]], limit: int = 64 * 2**20) -> list[list[tuple[str, Tensor]]]:
+def group_by_size(tensors: Mapping[str, Array], limit: int = MESSAGE_BYTES) -> list[list[tuple[str, Tensor]]]:
     """The tensors in groups of about `limit` bytes, one message each."""
     groups: list[list[tuple[str, Tensor]]] = [[]]
     room = limit
@@ -79,6 +45,45 @@ def sized(tensors: dict[str, np.ndarray[Any, Any]], limit: int = 64 * 2**20) -> 
         if groups[-1] and values.nbytes > room:
             groups.append([])
             room = limit
-        groups[-1].append((name, torch.from_numpy(np.ascontiguousarray(values))))
+        groups[-1].append((name, to_tensor(values)))
         room -= values.nbytes
     return groups
+
+
+# ---- the server's side
+
+
+@torch.no_grad()
+def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Apply updates, and write complete matrices, to this rank's shards of the model."""
+    shards = _model_shards(model)
+    # Low-rank factors are ±1 whatever the kind of dense noise.
+    source = NoiseSource("rademacher", next(model.parameters()).device)
+    for name, tensor in named_tensors:
+        if name == UPDATES:
+            _apply_updates(tensor, shards, source)
+        else:
+            MatrixShards((), shards, source).load(name, tensor)
+
+
+def _apply_updates(encoded: Tensor, shards: Mapping[str, Shard], source: NoiseSource) -> None:
+    content = json.loads(encoded.cpu().numpy().tobytes())
+    if content["noise"] != noise.VERSION:
+        raise ValueError(f"the run uses noise {content['noise']!r}, the server's mezzo {noise.VERSION!r}")
+    trained = [
+        TrainedTensor(name, tuple(shape), "matrix", rank, decay) for name, shape, rank, decay in content["tensors"]
+    ]
+    matrices = MatrixShards(trained, shards, source)
+    for terms, keep in content["updates"]:
+        update = Update(tuple((seed, coef) for seed, coef in terms), keep)
+        if not update.empty:
+            matrices.apply(update)
+
+
+def _model_shards(model: torch.nn.Module) -> dict[str, Shard]:
+    """The shards in all layers that SGLang has given adapters, by Hugging Face tensor name."""
+    shards: dict[str, Shard] = {}
+    for path, module in model.named_modules():
+        if (layer := getattr(module, "base_layer", None)) is not None:
+            shards |= {f"{shard.module}.weight": shard for shard in layer_shards(path, layer)}
+    return shards

@@ -1,4 +1,4 @@
-"""One running SGLang server: what it is, the adapters it is lent, and the questions it is asked."""
+"""One running SGLang server: its options, its adapters and weights, and requests to it."""
 
 from __future__ import annotations
 
@@ -13,132 +13,144 @@ from typing import Any
 
 from torch import Tensor
 
-from mezzo.engines.sglang.inprocess.launch import Adapter
+from mezzo.engines.sglang.adapters import AdapterShape
 from mezzo.engines.sglang.versions import refuse_version
 from mezzo.errors import ConfigError, RunFailed
 
 TIMEOUT = 900.0
-"""Seconds for one answer: a large batch on a busy server takes long, a lost one answers never."""
-FLUSH = 60
-"""Seconds that a server may take to finish what it is doing before its prefix cache can be emptied."""
+"""Seconds for one answer: a large batch on a busy server takes long, a lost server never answers."""
+FLUSH_TIMEOUT = 60
+"""Seconds that a server may take to finish its requests before it empties its prefix cache."""
 WITHOUT_JSON = ("/flush_cache",)
 
 
 class Replica:
-    """Speaks to one URL. What fails before the run begins is the user's to mend; later, the run has failed."""
+    """The client of one URL. Before the run starts, failures are ConfigErrors; later they are RunFailed."""
 
-    def __init__(self, url: str, model: str, adapter: Adapter | None, dtype: str = "float32", loader: str = "") -> None:
+    def __init__(
+        self, url: str, model: str, shape: AdapterShape | None, dtype: str = "float32", loader: str = ""
+    ) -> None:
         self.url = url.rstrip("/")
-        self.begun = False
-        self.command = _command(url, model, adapter, dtype, loader)
-        self.info = self._recognised()
-        if adapter is not None:
-            self._refuse_unfit(adapter, dtype, loader)
-        self.version = ""
-        """SGLang's `weight_version` while this run is served: whoever restarts the server or moves its weights changes it."""
+        self.run_started = False
+        self.command = _launch_command(url, model, shape, dtype, loader)
+        """How to start a server that fits the run."""
+        self.info = self._read_info()
+        if shape is not None:
+            self._refuse_options(shape, dtype, loader)
+        self.expected_version = ""
+        """SGLang's `weight_version` during this run: it changes when the server is restarted or its weights are changed."""
+
+    def start_run(self) -> None:
+        """From now on the server must keep its weights."""
+        self.expected_version = self.weight_version()
+        self.run_started = True
 
     @property
     def ranks(self) -> int:
         return int(self.info.get("tp_size") or 1)
 
     def generate(self, body: Mapping[str, Any]) -> list[Any]:
-        answers = self._post("/generate", body)
+        answers = self._request("/generate", body)
         answers = answers if isinstance(answers, list) else [answers]
         for answer in answers:
-            self._expect(answer["meta_info"]["weight_version"])
+            self._check_version(answer["meta_info"]["weight_version"])
         return answers
 
-    def load(self, name: str, tensors: Mapping[str, Tensor], adapter: Adapter) -> None:
-        """Upload an adapter; a fresh name gets a fresh id, which is part of SGLang's prefix-cache key."""
-        payload = base64.b64encode(pickle.dumps(dict(tensors), protocol=4)).decode()
-        body = {"lora_name": name, "config_dict": adapter.config(), "serialized_named_tensors": [payload] * self.ranks}
-        self._post("/load_lora_adapter_from_tensors", body)
+    def load_adapter(self, name: str, tensors: Mapping[str, Tensor], shape: AdapterShape) -> None:
+        """Upload an adapter; a new name gets a new id, which is part of SGLang's prefix-cache key."""
+        body = {"lora_name": name, "config_dict": shape.peft_config(), **self._payload(dict(tensors))}
+        self._request("/load_lora_adapter_from_tensors", body)
 
-    def unload(self, name: str) -> None:
-        self._post("/unload_lora_adapter", {"lora_name": name})
+    def unload_adapter(self, name: str) -> None:
+        self._request("/unload_lora_adapter", {"lora_name": name})
 
     def weight_version(self) -> str:
-        """The name of the weights that the server holds now."""
-        return str(self._asked("/model_info", None)["weight_version"])
+        """SGLang's name for the weights that the server holds now."""
+        return str(self._request("/model_info", None)["weight_version"])
 
-    def write(self, named: Sequence[tuple[str, Tensor]], loader: str, version: str) -> None:
-        """Hand tensors to the server's custom weight loader; its weights are then called `version`."""
-        self._expect(self.weight_version())
-        payload = base64.b64encode(pickle.dumps(list(named), protocol=4)).decode()
-        body = {"serialized_named_tensors": [payload] * self.ranks, "load_format": loader}
-        with self._session():
-            self._post("/update_weights_from_tensor", {**body, "flush_cache": False, "weight_version": version})
-        self.version = version
-        # Requests that have just been answered may still be on their way out: wait for them, then no old key is left.
-        self._post(f"/flush_cache?timeout={FLUSH}", {})
+    def write_weights(self, named: Sequence[tuple[str, Tensor]], loader: str, version: str) -> None:
+        """Send tensors to the server's custom weight loader; `version` is the new name of its weights."""
+        self._check_version(self.weight_version())
+        body = {**self._payload(list(named)), "load_format": loader, "flush_cache": False, "weight_version": version}
+        with self._update_session():
+            self._request("/update_weights_from_tensor", body)
+        self.expected_version = version
+        # Requests that have just been answered may not be finished: wait for them, so that no old key is left.
+        self._request(f"/flush_cache?timeout={FLUSH_TIMEOUT}", {})
+
+    def _payload(self, tensors: Any) -> dict[str, list[str]]:
+        """Tensors for every rank, in SGLang's encoding."""
+        return {"serialized_named_tensors": [base64.b64encode(pickle.dumps(tensors, protocol=4)).decode()] * self.ranks}
 
     @contextmanager
-    def _session(self) -> Iterator[None]:
-        """Newer versions take weights between two calls only."""
-        if not self._sessions():
+    def _update_session(self) -> Iterator[None]:
+        """Newer versions accept weights only inside a session."""
+        if not self._has_update_sessions():
             yield
             return
-        self._post("/begin_weight_update", {})
+        self._request("/begin_weight_update", {})
         yield
-        self._post("/end_weight_update", {})
+        self._request("/end_weight_update", {})
 
-    def _sessions(self) -> bool:
-        """Whether this version has them. A session that a run left open when it died is closed by asking."""
+    def _has_update_sessions(self) -> bool:
+        """True if this version has sessions. The request also closes a session that a dead run left open."""
         try:
-            self._call("/end_weight_update", {})
+            self._send("/end_weight_update", {})
         except urllib.error.HTTPError as error:
             return error.code != 404
         except OSError:
-            return True  # the server is lost, which the next call explains
+            return True  # the server is lost, which the next request reports
         return True
 
-    def _expect(self, version: str) -> None:
-        if self.version and version != self.version:
+    def _check_version(self, version: str) -> None:
+        if self.expected_version and version != self.expected_version:
             raise RunFailed(
                 f"the server at {self.url} no longer holds this run's weights: it was restarted, or another run used it. "
                 "The journal holds the run: continue with 'mezzo train --resume DIR --url URL'"
             )
 
-    def _recognised(self) -> dict[str, Any]:
-        """The server's own account of itself; something else on that port is not mistaken for one."""
+    def _read_info(self) -> dict[str, Any]:
+        """The server's version and options; raise ConfigError if another program answers on that port."""
         if not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"{self.url!r} is not a URL such as http://host:30000")
         for path in ("/server_info", "/get_server_info"):
             try:
-                info = self._call(path, None)
+                info = self._send(path, None)
             except urllib.error.HTTPError:
                 continue
             except (OSError, ValueError) as error:
-                if isinstance(error, ValueError):  # an answer that is no JSON
+                if isinstance(error, ValueError):  # the answer is not JSON
                     continue
                 raise ConfigError(f"no server answers at {self.url} ({error}). Start one: {self.command}") from None
             if isinstance(info, dict) and "version" in info and "model_path" in info:
                 refuse_version(str(info["version"]), f"{self.url}: ")
                 return info
         raise ConfigError(
-            f"what answers at {self.url} is not an SGLang server: is the port taken by another program? "
+            f"{self.url} is not an SGLang server: is the port used by another program? "
             f"Start SGLang on a free one: {self.command}"
         )
 
-    def _refuse_unfit(self, adapter: Adapter, dtype: str, loader: str) -> None:
+    def _refuse_options(self, shape: AdapterShape, dtype: str, loader: str) -> None:
         info = self.info
         if not info.get("enable_lora"):
             raise ConfigError(f"the server at {self.url} runs without LoRA. Restart it with {self.command}")
-        if int(info.get("max_lora_rank") or adapter.rank) < adapter.rank:
+        if int(info.get("max_lora_rank") or shape.rank) < shape.rank:
             raise ConfigError(
-                f"the server at {self.url} takes adapters of rank {info['max_lora_rank']}: {self.command}"
+                f"the server at {self.url} takes adapters up to rank {info['max_lora_rank']}. Restart it with {self.command}"
             )
         targets = info.get("lora_target_modules")
-        missing = sorted(set(adapter.targets) - set(targets)) if targets and "all" not in targets else []
+        missing = sorted(set(shape.targets) - set(targets)) if targets and "all" not in targets else []
         if missing:
             raise ConfigError(
                 f"the server at {self.url} has no adapters on {', '.join(missing)}. Restart it with {self.command}"
             )
         if int(info.get("max_loras_per_batch") or 2) < 2:
-            raise ConfigError(f"the server at {self.url} takes one adapter a batch, two are needed: {self.command}")
+            raise ConfigError(
+                f"the server at {self.url} takes one adapter per batch, but two are needed. Restart it with {self.command}"
+            )
         if loader and loader not in (info.get("custom_weight_loader") or ()):
             raise ConfigError(
-                f"the server at {self.url} cannot move its own weights, as --space matrices needs. Install mezzo beside it "
+                f"the server at {self.url} cannot update its own weights, as --space matrices needs. Install mezzo beside it "
                 f"and restart it with {self.command}; or use --space lora"
             )
         if loader and info.get("dtype") != dtype:
@@ -147,15 +159,13 @@ class Replica:
                 f"would be rounded differently. Restart it with {self.command}"
             )
 
-    def _post(self, path: str, body: Mapping[str, Any]) -> Any:
-        return self._asked(path, body)
-
-    def _asked(self, path: str, body: Mapping[str, Any] | None) -> Any:
+    def _request(self, path: str, body: Mapping[str, Any] | None) -> Any:
+        """The server's answer to a GET (without a body) or a POST; a failure is explained."""
         try:
-            answer = self._call(path, body)
+            answer = self._send(path, body)
         except (OSError, ValueError) as error:
-            detail = _detail(error)
-            if not self.begun:
+            detail = _error_detail(error)
+            if not self.run_started:
                 raise ConfigError(f"the server at {self.url} refused {path}: {detail}") from None
             raise RunFailed(
                 f"the SGLang server at {self.url} failed ({detail}). The journal holds the run up to here: start a server "
@@ -166,7 +176,7 @@ class Replica:
             raise RunFailed(f"the server at {self.url} refused {path}: {reason}")
         return answer
 
-    def _call(self, path: str, body: Mapping[str, Any] | None) -> Any:
+    def _send(self, path: str, body: Mapping[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         with _OPENER.open(request, timeout=TIMEOUT if data else 30) as answer:
@@ -177,19 +187,19 @@ class Replica:
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def _detail(error: Exception) -> str:
+def _error_detail(error: Exception) -> str:
     if isinstance(error, urllib.error.HTTPError):
         return f"HTTP {error.code}: {error.read()[:300].decode(errors='replace')}"
     return str(error) or type(error).__name__
 
 
-def _command(url: str, model: str, adapter: Adapter | None, dtype: str, loader: str) -> str:
+def _launch_command(url: str, model: str, shape: AdapterShape | None, dtype: str, loader: str) -> str:
     port = url.rsplit(":", 1)[-1].strip("/")
     port = port if port.isdigit() else "30000"
     command = f"python -m sglang.launch_server --model-path {model} --port {port} --dtype {dtype}"
-    if adapter is not None:
-        targets = " ".join(adapter.targets)
+    if shape is not None:
+        targets = " ".join(shape.targets)
         command += (
-            f" --enable-lora --max-lora-rank {adapter.rank} --lora-target-modules {targets} --max-loras-per-batch 4"
+            f" --enable-lora --max-lora-rank {shape.rank} --lora-target-modules {targets} --max-loras-per-batch 4"
         )
     return command + (f" --custom-weight-loader {loader}" if loader else "")

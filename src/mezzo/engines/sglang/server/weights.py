@@ -1,32 +1,30 @@
-"""A run's weights as seen from outside the servers: LoRA's factors stay here, matrices live there and are followed here."""
+"""The trained tensors as a client of SGLang servers holds them: LoRA factors are here, matrices are in the servers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mezzo.engines.base import EngineSpec
-from mezzo.engines.sglang.facts import Facts, fresh
-from mezzo.engines.sglang.inprocess.weights import members, one_direction
-from mezzo.engines.sglang.matrices import Array, probe_factors
-from mezzo.engines.sglang.server.loader import order, sized
-from mezzo.engines.sglang.support import module_of
+from mezzo.engines.sglang.adapters import adapter_tensors, load_values, lora_factors, lora_population, noise_factors
+from mezzo.engines.sglang.model_facts import ModelFacts
+from mezzo.engines.sglang.server.loader import encode_updates, group_by_size
+from mezzo.engines.sglang.tensor_parts import Array, to_numpy
 from mezzo.engines.torch.forward.population import Population
 from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.types import Probe, Update
 
-Adapter = dict[str, Tensor]
-Write = Callable[[Sequence[tuple[str, Tensor]]], None]
-"""Hands named tensors to the loader of every server."""
+AdapterTensors = dict[str, Tensor]
+WriteWeights = Callable[[Sequence[tuple[str, Tensor]]], None]
+"""Sends named tensors to the loader of every server."""
 
 
-class ServedBase:
-    """A served model as it is: evaluated, not trained."""
+class FrozenModel:
+    """A model that is evaluated, not trained."""
 
-    def adapters(self, probes: Sequence[Probe]) -> list[Adapter | None]:
+    def adapters(self, probes: Sequence[Probe]) -> list[AdapterTensors | None]:
         return [None for _ in probes]
 
     def apply(self, updates: Sequence[Update]) -> None: ...
@@ -37,79 +35,72 @@ class ServedBase:
     def load(self, tensors: Mapping[str, Array]) -> None: ...
 
 
-class ServedLora:
-    """LoRA's factors: small, held here, and uploaded as adapters at each probe."""
+class UploadedLora:
+    """LoRA factors: small, held by the client, and uploaded as adapters at each probe."""
 
-    def __init__(self, spec: EngineSpec, facts: Facts) -> None:
-        self.population = Population(
-            [(t, fresh(t, spec.seed)) for t in facts.trained],
-            NoiseSource(spec.noise_kind, torch.device("cpu")),
-            {t.name: fresh(t, spec.seed) for t in facts.frozen},
-        )
-        self.modules = tuple(dict.fromkeys(module_of(t.name) for t in facts.trained))
+    def __init__(self, spec: EngineSpec, facts: ModelFacts) -> None:
+        source = NoiseSource(spec.noise_kind, torch.device("cpu"))
+        self.population = lora_population(facts.trained, facts.frozen, spec.seed, source)
 
-    def adapters(self, probes: Sequence[Probe]) -> list[Adapter | None]:
+    def adapters(self, probes: Sequence[Probe]) -> list[AdapterTensors | None]:
         """The adapter of each probe."""
-        found: list[Adapter] = [{} for _ in probes]
-        for module, downs, ups in members(self.population, self.modules, probes):
-            for index in range(len(probes)):
-                _put(found[index], module, downs[index], ups[index])
-        return list(found)
+        adapters: list[AdapterTensors] = [{} for _ in probes]
+        for module, a, b in lora_factors(self.population, probes):
+            for member, adapter in enumerate(adapters):
+                adapter |= adapter_tensors(module, a[member], b[member])
+        return list(adapters)
 
     @torch.no_grad()
     def apply(self, updates: Sequence[Update]) -> None:
         self.population.replay(updates)
 
     def state(self) -> dict[str, Array]:
-        return {name: self.population.value(name).numpy().copy() for name in self.population.trained}
+        return {name: to_numpy(self.population.value(name)) for name in self.population.trained}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Array]) -> None:
-        for name, value in tensors.items():
-            self.population.value(name).copy_(torch.from_numpy(np.ascontiguousarray(value)))
+        load_values(self.population, tensors)
 
 
-class ServedMatrices:
-    """Matrices inside the servers: a probe is an adapter, an update an order of (seed, coefficient). The copy here follows
-    the orders only when the weights are asked for."""
+class ServerMatrices:
+    """Matrices inside the servers: a probe is an adapter, an update is sent as (seed, coefficient) pairs.
 
-    def __init__(self, spec: EngineSpec, facts: Facts, write: Write) -> None:
+    Weights cannot be read back from a server in full, so the client keeps a copy and updates it when the state is needed.
+    """
+
+    def __init__(self, spec: EngineSpec, facts: ModelFacts, write: WriteWeights) -> None:
         self.trained, self.write = facts.trained, write
         self.source = NoiseSource(spec.noise_kind, torch.device("cpu"))
-        self.copy = Population([(t, facts.values[t.name]) for t in facts.trained], self.source)
-        self.ahead: list[Update] = []
+        self.copy = Population([(t, facts.matrices[t.name]) for t in facts.trained], self.source)
+        self.pending_updates: list[Update] = []
 
-    def adapters(self, probes: Sequence[Probe]) -> list[Adapter | None]:
+    def adapters(self, probes: Sequence[Probe]) -> list[AdapterTensors | None]:
         """The adapter of each probe; None where the servers' own weights are the probe."""
-        found: list[Adapter | None] = []
+        adapters: list[AdapterTensors | None] = []
         for probe in probes:
-            adapter: Adapter = {}
-            for seed, scale in one_direction(probe):
-                for trained in self.trained:
-                    _put(adapter, module_of(trained.name), *probe_factors(self.source, trained, seed, scale))
-            found.append(adapter or None)
-        return found
+            adapter: AdapterTensors = {}
+            for module, a, b in noise_factors(self.source, self.trained, probe):
+                adapter |= adapter_tensors(module, a, b)
+            adapters.append(adapter or None)
+        return adapters
 
     def apply(self, updates: Sequence[Update]) -> None:
-        self.write([order(self.trained, updates)])
-        self.ahead += updates
+        self.write([encode_updates(self.trained, updates)])
+        self.pending_updates += updates
         self.source.clear_cache()
 
     @torch.no_grad()
     def state(self) -> dict[str, Array]:
-        self.copy.replay(self.ahead)
-        self.ahead = []
-        return {t.name: self.copy.value(t.name).float().numpy().copy() for t in self.trained}
+        self.copy.replay(self.pending_updates)
+        self.pending_updates = []
+        return {t.name: to_numpy(self.copy.value(t.name)) for t in self.trained}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Array]) -> None:
-        self.ahead = []
-        for name, value in tensors.items():
-            self.copy.value(name).copy_(torch.from_numpy(np.ascontiguousarray(value)))
-        for group in sized(dict(tensors)):
+        self.pending_updates = []
+        load_values(self.copy, tensors)
+        for group in group_by_size(tensors):
             self.write(group)
 
 
-def _put(adapter: Adapter, module: str, down: Tensor, up: Tensor) -> None:
-    adapter[f"base_model.model.{module}.lora_A.weight"] = down.clone()
-    adapter[f"base_model.model.{module}.lora_B.weight"] = up.clone()
+ClientWeights = FrozenModel | UploadedLora | ServerMatrices

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mezzo.engines.torch import catalog
-from mezzo.engines.torch.forward import last_layer
+from mezzo.engines.architectures import Part, part_of
 from mezzo.engines.torch.forward.frozen_cache import FrozenCache
-from mezzo.engines.torch.forward.inputs import Rows, picked
+from mezzo.engines.torch.forward.inputs import PaddedRows, select_positions
 from mezzo.engines.torch.forward.population import Population
 from mezzo.types import Batch, Readout
 
@@ -26,37 +25,43 @@ FOR_SHORT = [
 
 
 class Forward:
-    """The forward of one model over the population that is active."""
+    """The forward of one model over the members of its population."""
 
     def __init__(
-        self, model: nn.Module, population: Population, trunk: FrozenCache | None, device: torch.device, causal: bool
+        self,
+        model: nn.Module,
+        population: Population,
+        frozen_cache: FrozenCache | None,
+        device: torch.device,
+        causal: bool,
     ) -> None:
-        self.model, self.population, self.frozen_cache, self.device, self.causal = (
-            model,
-            population,
-            trunk,
-            device,
-            causal,
-        )
+        self.model, self.population, self.frozen_cache = model, population, frozen_cache
+        self.device, self.causal = device, causal
+        self.trim_last_layer = True
+        """False: the last layer computes every position, as its own code does."""
         self._words: dict[tuple[int, ...], Tensor] = {}
-        for body in catalog.base_models(model):
-            body.register_forward_hook(self._keep_readout_positions)
 
-    def __call__(self, rows: Rows, batch: Batch) -> Tensor:
+    def __call__(self, rows: PaddedRows, batch: Batch) -> Tensor:
         """[P·rows, *tail] on the device, inside an active population."""
-        population, members = self.population, len(self.population.probes)
-        only_words = batch.readout.kind == "words" and not batch.readout.vocabulary
-        population.words = self.words_of(batch.readout) if only_words else None
-        standing_in = (
-            self.frozen_cache.standing_in(rows, members, self._alone) if self.frozen_cache else nullcontext(rows)
-        )
-        with standing_in as seen, attention_for(self.device, seen.ids.shape[1]):
-            population.rows, population.length = seen.count, seen.ids.shape[1]
-            population.gather = self._read_at(rows, members) if seen is rows else None
+        population, readout, cache = self.population, batch.readout, self.frozen_cache
+        members, words = population.members, self.words_of(readout)
+        cached = cache.skip_layers(rows, members, self._unpadded_inputs) if cache else nullcontext(rows)
+        with (
+            cached as seen,
+            attention_for(self.device, seen.ids.shape[1]),
+            population.forward(
+                seen.count,
+                seen.ids.shape[1],
+                words=words if readout.kind == "words" and not readout.vocabulary else None,
+                positions=self._positions(rows, members) if seen is rows else None,
+                trim_last_layer=self.trim_last_layer,
+            ) as context,
+        ):
             logits = self.model(**self.inputs(seen, members)).logits
-        if population.gather is not None:  # no trunk of this model could be trimmed to the readout
-            logits = picked(logits, population.gather)
-        return rows.read(logits.float(), batch.readout, self.words_of(batch.readout), members)
+        positions = context.claim_positions()
+        if positions is not None:  # the model has no base model whose hidden states could be selected
+            logits = select_positions(logits, positions)
+        return rows.read_scores(logits.float(), readout, words, members)
 
     def words_of(self, readout: Readout) -> Tensor:
         """The label words' ids on the device; sent there once."""
@@ -64,38 +69,32 @@ class Forward:
             self._words[readout.words] = torch.tensor(readout.words, dtype=torch.long, device=self.device)
         return self._words[readout.words]
 
-    def _read_at(self, rows: Rows, members: int) -> Tensor | None:
-        """[P·B, k]: the positions whose hidden states matter; None where all may."""
+    def _positions(self, rows: PaddedRows, members: int) -> Tensor | None:
+        """[P·B, k]: the positions whose hidden states are read; None where all may be."""
         if rows.positions is not None:
             return rows.positions.to(self.device).repeat(members, 1)
-        first = catalog.known(self.model, last_layer.FIRST_TOKEN)
-        return torch.zeros((members * rows.count, 1), dtype=torch.long, device=self.device) if first else None
+        if part_of(self.model) is not Part.FIRST_TOKEN_CLASSIFIER:
+            return None
+        return torch.zeros((members * rows.count, 1), dtype=torch.long, device=self.device)
 
-    def inputs(self, rows: Rows, members: int) -> dict[str, Any]:
-        # Behind a causal mask nothing before the readout sees the padding on its right.
-        unseen = not rows.padded or (self.causal and rows.positions is not None)
-        return self._inputs(rows.ids, rows.segments, None if unseen else rows.mask, members)
+    def inputs(self, rows: PaddedRows, members: int) -> dict[str, Any]:
+        # Behind a causal mask nothing up to the readout attends to the padding on its right.
+        no_mask = not rows.has_padding or (self.causal and rows.positions is not None)
+        return self._inputs(rows.ids, rows.segments, None if no_mask else rows.mask, members)
 
     def _inputs(self, ids: Tensor, segments: Tensor | None, mask: Tensor | None, members: int) -> dict[str, Any]:
-        inputs = {"input_ids": ids}
+        tensors = {"input_ids": ids}
         if mask is not None:
-            inputs["attention_mask"] = mask
+            tensors["attention_mask"] = mask
         types = getattr(self.model.config, "type_vocab_size", 0)
         if segments is not None and types > 1:
-            inputs["token_type_ids"] = segments.clamp(max=types - 1)
-        found = {key: value.to(self.device, non_blocking=True).repeat(members, 1) for key, value in inputs.items()}
-        return {**found, "use_cache": False} if self.causal else found
+            tensors["token_type_ids"] = segments.clamp(max=types - 1)
+        inputs = {key: value.to(self.device, non_blocking=True).repeat(members, 1) for key, value in tensors.items()}
+        return {**inputs, "use_cache": False} if self.causal else inputs
 
-    def _alone(self, ids: Tensor, segments: Tensor | None) -> dict[str, Any]:
+    def _unpadded_inputs(self, ids: Tensor, segments: Tensor | None) -> dict[str, Any]:
         """One example without padding."""
         return self._inputs(ids, segments, None, 1)
-
-    def _keep_readout_positions(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The LM head runs on the hidden states that are read, not on whole sequences."""
-        if self.population.gather is not None and self.population.probes:
-            output.last_hidden_state = picked(output.last_hidden_state, self.population.gather)
-            self.population.gather = None
-        return output
 
 
 def attention_for(device: torch.device, length: int) -> AbstractContextManager[None]:
@@ -107,7 +106,7 @@ def attention_for(device: torch.device, length: int) -> AbstractContextManager[N
 
 @torch.no_grad()
 def is_causal(model: nn.Module) -> bool:
-    """True for a decoder, unless it turns out to look ahead: configurations have many ways to let a decoder do so."""
+    """True for a decoder, unless its tokens turn out to attend to later ones: configurations have many ways to ask for that."""
     name = type(model).__name__
     if "CausalLM" not in name and "LMHeadModel" not in name:
         return False

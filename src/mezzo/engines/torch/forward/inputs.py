@@ -19,7 +19,7 @@ TENSORS = ("ids", "mask", "segments", "positions", "targets")
 
 
 @dataclass(frozen=True)
-class Rows:
+class PaddedRows:
     """One micro-batch: padded ids, and where each row's scores come from and go to.
 
     A row is an example, or (example, candidate) when candidates are continuations. `positions` are the hidden states that
@@ -34,13 +34,14 @@ class Rows:
     places: npt.NDArray[np.int64]
     """[2, rows]: the examples and the candidates that rows belong to."""
     tail: tuple[int, ...]
-    padded: bool
+    """The shape of one row's scores."""
+    has_padding: bool
 
     @property
     def count(self) -> int:
         return self.places.shape[1]
 
-    def read(self, logits: Tensor, readout: Readout, words: Tensor, members: int) -> Tensor:
+    def read_scores(self, logits: Tensor, readout: Readout, words: Tensor, members: int) -> Tensor:
         """[P·rows, positions, width] → [P·rows, *tail]; `words` are the readout's, where the logits are."""
         if readout.kind == "head":
             return logits
@@ -48,12 +49,11 @@ class Rows:
             return logits[:, 0].log_softmax(-1)[:, words] if readout.vocabulary else logits[:, 0]
         assert self.targets is not None
         targets = self.targets.to(logits.device).repeat(members, 1)
-        found = logits.log_softmax(-1).gather(2, targets.clamp(min=0)[:, :, None])[:, :, 0]
-        real = targets >= 0
-        total = (found * real).sum(1)
-        return total if readout.reduce == "sum" else total / real.sum(1)
+        is_target = targets >= 0
+        total = sum_log_probabilities(logits, targets, is_target)
+        return total if readout.reduce == "sum" else total / is_target.sum(1)
 
-    def place(self, out: Scores, scores: npt.NDArray[np.float32]) -> None:
+    def write_scores(self, out: Scores, scores: npt.NDArray[np.float32]) -> None:
         """Write scores[P, rows, *tail] to their examples and candidates."""
         examples, candidates = self.places
         if self.tail:
@@ -67,19 +67,22 @@ class Rows:
         return tuple(None if (value := getattr(self, name)) is None else tuple(value.shape) for name in TENSORS)
 
 
-def pack(batch: Batch, micro_batch: MicroBatch, pad_id: int) -> list[Rows]:
-    """Micro-batches of at most `micro_batch.rows` rows, short with short so that little is padded; a pure function."""
-    units = _sequences(batch)
-    whole = group_by_length([one.ids for one in units], micro_batch.rows)
+def make_rows(batch: Batch, micro_batch: MicroBatch, pad_id: int) -> list[PaddedRows]:
+    """Micro-batches of at most `micro_batch.rows` rows of similar length, so that little is padded; a pure function."""
+    sequences = _sequences(batch)
+    lengths = [len(sequence.ids) for sequence in sequences]
     groups = [
         part
-        for group in whole
-        for part in _halved(group, [len(units[index].ids) for index in group], micro_batch.waste)
+        for group in group_by_length([sequence.ids for sequence in sequences], micro_batch.rows)
+        for part in _halve_if_wasteful(group, [lengths[index] for index in group], micro_batch.waste)
     ]
-    return [_rows([units[index] for index in group], batch.readout, micro_batch.pad_to, pad_id) for group in groups]
+    return [
+        _padded_rows([sequences[index] for index in group], batch.readout, micro_batch.pad_to, pad_id)
+        for group in groups
+    ]
 
 
-def _halved(group: list[int], lengths: list[int], waste: float) -> list[list[int]]:
+def _halve_if_wasteful(group: list[int], lengths: list[int], waste: float) -> list[list[int]]:
     """A sorted group as it is, or in two halves where too much of it would be padding."""
     if sum(lengths) >= (1 - waste) * len(group) * lengths[-1]:
         return [group]
@@ -93,7 +96,7 @@ class _Sequence:
     segments: tuple[int, ...]
     positions: tuple[int, ...]
     targets: tuple[int, ...]
-    where: tuple[int, int]
+    place: tuple[int, int]
 
 
 def _sequences(batch: Batch) -> list[_Sequence]:
@@ -117,37 +120,45 @@ def _sequences(batch: Batch) -> list[_Sequence]:
     ]
 
 
-def _rows(units: Sequence[_Sequence], readout: Readout, pad_to: int, pad_id: int) -> Rows:
-    lengths = np.fromiter((len(unit.ids) for unit in units), dtype=np.int64, count=len(units))
+def _padded_rows(sequences: Sequence[_Sequence], readout: Readout, pad_to: int, pad_id: int) -> PaddedRows:
+    lengths = np.fromiter((len(sequence.ids) for sequence in sequences), dtype=np.int64, count=len(sequences))
     length = int(-(-lengths.max() // pad_to) * pad_to)
-    segments = [unit.segments for unit in units] if any(unit.segments for unit in units) else None
+    segments = [sequence.segments for sequence in sequences] if any(s.segments for s in sequences) else None
     width = {"words": len(readout.words), "head": readout.classes, "candidates": 0}[readout.kind]
-    return Rows(
-        ids=padded([unit.ids for unit in units], length, pad_id),
-        mask=torch.from_numpy(_filled(lengths, length).astype(np.int64)),
-        segments=padded(segments, length, 0) if segments else None,
-        positions=padded([unit.positions for unit in units], None, 0) if readout.kind != "head" else None,
-        targets=padded([unit.targets for unit in units], None, -1) if readout.kind == "candidates" else None,
-        places=np.array([unit.where for unit in units], dtype=np.int64).T,
+    return PaddedRows(
+        ids=pad([sequence.ids for sequence in sequences], length, pad_id),
+        mask=torch.from_numpy(_length_mask(lengths, length).astype(np.int64)),
+        segments=pad(segments, length, 0) if segments else None,
+        positions=pad([sequence.positions for sequence in sequences], None, 0) if readout.kind != "head" else None,
+        targets=pad([sequence.targets for sequence in sequences], None, -1) if readout.kind == "candidates" else None,
+        places=np.array([sequence.place for sequence in sequences], dtype=np.int64).T,
         tail=(width,) if width else (),
-        padded=bool(lengths.min() < length),
+        has_padding=bool(lengths.min() < length),
     )
 
 
-def padded(rows: Sequence[Sequence[int]], length: int | None, fill: int) -> Tensor:
-    """Rows of ids side by side, filled up to `length`, or to the longest."""
+def pad(rows: Sequence[Sequence[int]], length: int | None, fill: int) -> Tensor:
+    """Rows as one table, filled up to `length`, or to the longest."""
     lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
     length = int(lengths.max()) if length is None else length
     table = np.full((len(rows), length), fill, dtype=np.int64)
-    table[_filled(lengths, length)] = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(lengths.sum()))
+    table[_length_mask(lengths, length)] = np.fromiter(
+        chain.from_iterable(rows), dtype=np.int64, count=int(lengths.sum())
+    )
     return torch.from_numpy(table)
 
 
-def _filled(lengths: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.bool_]:
+def _length_mask(lengths: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.bool_]:
     """True where a row has an element."""
     return np.arange(length) < lengths[:, None]
 
 
-def picked(hidden: Tensor, positions: Tensor) -> Tensor:
+def select_positions(hidden: Tensor, positions: Tensor) -> Tensor:
     """[rows, L, d] at positions[rows, k] → [rows, k, d]."""
     return hidden.gather(1, positions[:, :, None].expand(-1, -1, hidden.shape[-1]))
+
+
+def sum_log_probabilities(logits: Tensor, targets: Tensor, is_target: Tensor) -> Tensor:
+    """[rows]: the summed log-probabilities of targets[rows, k] by logits[rows, k, vocabulary], where `is_target`."""
+    log_probabilities = logits.log_softmax(-1).gather(2, targets.clamp(min=0)[:, :, None])[:, :, 0]
+    return (log_probabilities * is_target).sum(1)

@@ -1,157 +1,181 @@
-"""The last layer at the readout only: its keys and values come from every position, its queries and all that follows only
-from positions that are read.
+"""The last layer at the readout only: its keys and values come from every position, its queries and everything after them
+only from the positions that are read.
 
-Exact, because after the last layer no position looks at another one any more. Only for layers whose arithmetic is written
-out here or is known to be position by position; any other model computes its last layer whole.
+Exact, because after the last layer no position attends to another. Only for layers whose arithmetic is written out here or
+is known to work position by position; any other model computes its whole last layer.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mezzo.engines.torch.catalog import known
-from mezzo.engines.torch.forward.inputs import picked
+from mezzo.engines.architectures import ATTENTION_FUNCTIONS, Part, part_of
+from mezzo.engines.torch.forward.inputs import select_positions
+from mezzo.engines.torch.forward.modules import Forward
 from mezzo.engines.torch.forward.population import Population
 
-ENCODERS = ("BertLayer", "RobertaLayer", "XLMRobertaLayer", "ElectraLayer")
-DECODERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-FIRST_TOKEN = (
-    "BertForSequenceClassification",
-    "RobertaForSequenceClassification",
-    "XLMRobertaForSequenceClassification",
-    "ElectraForSequenceClassification",
-)
-"""Models whose classification head reads the first position."""
-IMPLEMENTATIONS = ("sdpa", "eager")
-"""Attention functions that take any number of queries and a mask for each of them."""
 
-
-def attach(model: nn.Module, population: Population, aside: Sequence[nn.Module] = ()) -> None:
-    """Override the last layer where that is known to be exact, and it is not one of those that step aside."""
-    config: Any = model.config
-    layer = last_of(model)
-    if layer is None or layer in aside or config._attn_implementation not in IMPLEMENTATIONS:
-        return
-    if known(layer, ENCODERS) and not config.is_decoder:
-        _encoder(layer, population)
-    if known(layer, DECODERS):
-        _decoder(layer, population)
-
-
-def last_of(model: nn.Module) -> Any:
+def find_last_layer(model: nn.Module) -> Any:
     """The last layer of the stack, if the model has one."""
-    trunk = getattr(model, "base_model", model)
-    stack = getattr(getattr(trunk, "encoder", trunk), "layer", None) or getattr(trunk, "layers", None)
+    base = getattr(model, "base_model", model)
+    stack = getattr(getattr(base, "encoder", base), "layer", None) or getattr(base, "layers", None)
     return stack[-1] if isinstance(stack, nn.ModuleList) and len(stack) else None
 
 
-def _encoder(layer: Any, population: Population) -> None:
-    attention, residual, whole = layer.attention.self, layer.attention.output, layer.forward
-    attend, add = attention.forward, residual.forward
-    at: Tensor | None = None
-
-    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        nonlocal at
-        at = population.take_readout()
-        try:
-            return whole(hidden, *args, **kwargs)
-        finally:
-            at = None
-
-    def narrow_attend(hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        if at is None:
-            return attend(hidden_states, attention_mask=attention_mask, **kwargs)
-        query = heads_of(attention.query(picked(hidden_states, at)), attention.attention_head_size)
-        key = heads_of(attention.key(hidden_states), attention.attention_head_size)
-        value = heads_of(attention.value(hidden_states), attention.attention_head_size)
-        return attended(attention, query, key, value, _mask_rows(attention_mask, at))
-
-    def narrow_add(hidden_states: Tensor, input_tensor: Tensor) -> Any:
-        return add(hidden_states, input_tensor if at is None else picked(input_tensor, at))
-
-    layer.forward, attention.forward, residual.forward = forward, narrow_attend, narrow_add
+def trim_refusal(layer: nn.Module, config: Any) -> str:
+    """Why a last layer is computed at every position; empty where it need not be."""
+    part = part_of(layer)
+    if part is not Part.DECODER_LAYER and (part is not Part.ENCODER_LAYER or config.is_decoder):
+        return "its arithmetic is not known"
+    if config._attn_implementation not in ATTENTION_FUNCTIONS:
+        return f"its attention is {config._attn_implementation!r}"
+    return ""
 
 
-def _decoder(layer: Any, population: Population) -> None:
-    whole = layer.forward
+def trimmed_forwards(layer: Any, population: Population) -> dict[nn.Module, Callable[[Forward], Forward]]:
+    """The layer and those of its submodules whose forwards must be replaced, and how."""
+    if part_of(layer) is Part.DECODER_LAYER:
+        return {layer: lambda inner: _decoder_layer(layer, inner, population)}
+    trimmed = _TrimmedEncoderLayer(layer, population)
+    attention = layer.attention
+    return {layer: trimmed.layer, attention.self: trimmed.self_attention, attention.output: trimmed.residual}
 
+
+def readout_only(population: Population, inner: Forward) -> Forward:
+    """A base model's forward whose last hidden states are those that the LM head will read, not whole sequences."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = inner(*args, **kwargs)
+        if (positions := population.context.claim_positions()) is not None:
+            output.last_hidden_state = select_positions(output.last_hidden_state, positions)
+        return output
+
+    return forward
+
+
+def _claim_positions(population: Population) -> Tensor | None:
+    return population.context.claim_positions() if population.context.trim_last_layer else None
+
+
+class _TrimmedEncoderLayer:
+    """The three forwards of one layer, which know the positions while the layer runs."""
+
+    def __init__(self, layer: Any, population: Population) -> None:
+        self.attention, self.population = layer.attention.self, population
+        self.positions: Tensor | None = None
+
+    def layer(self, inner: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self.positions = _claim_positions(self.population)
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.positions = None
+
+        return forward
+
+    def self_attention(self, inner: Forward) -> Forward:
+        attention, size = self.attention, self.attention.attention_head_size
+
+        def forward(hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+            if self.positions is None:
+                return inner(hidden_states, attention_mask=attention_mask, **kwargs)
+            query = split_heads(attention.query(select_positions(hidden_states, self.positions)), size)
+            key = split_heads(attention.key(hidden_states), size)
+            value = split_heads(attention.value(hidden_states), size)
+            return attend(attention, query, key, value, _select_mask_rows(attention_mask, self.positions))
+
+        return forward
+
+    def residual(self, inner: Forward) -> Forward:
+        def forward(hidden_states: Tensor, input_tensor: Tensor) -> Any:
+            if self.positions is not None:
+                input_tensor = select_positions(input_tensor, self.positions)
+            return inner(hidden_states, input_tensor)
+
+        return forward
+
+
+def _decoder_layer(layer: Any, inner: Forward, population: Population) -> Forward:
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        at = population.take_readout()
-        if at is None:
-            return whole(hidden_states, *args, **kwargs)
-        found = picked(hidden_states, at) + _causal(layer, layer.input_layernorm(hidden_states), at, **kwargs)
-        return found + layer.mlp(layer.post_attention_layernorm(found))
+        positions = _claim_positions(population)
+        if positions is None:
+            return inner(hidden_states, *args, **kwargs)
+        attended = _decoder_attention(layer.self_attn, layer.input_layernorm(hidden_states), positions, **kwargs)
+        hidden = select_positions(hidden_states, positions) + attended
+        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
-    layer.forward = forward
+    return forward
 
 
-def _causal(
-    layer: Any,
-    rows: Tensor,
-    at: Tensor,
+def _decoder_attention(
+    attention: Any,
+    hidden: Tensor,
+    positions: Tensor,
     *,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> Tensor:
-    attention = layer.self_attn
-    query = heads_of(projected(attention, "q", picked(rows, at)), attention.head_dim)
-    key = heads_of(projected(attention, "k", rows), attention.head_dim)
-    value = heads_of(attention.v_proj(rows), attention.head_dim)
+    query = split_heads(project(attention, "q", select_positions(hidden, positions)), attention.head_dim)
+    key = split_heads(project(attention, "k", hidden), attention.head_dim)
+    value = split_heads(attention.v_proj(hidden), attention.head_dim)
     cos, sin = position_embeddings
-    query = _turned(attention, query, _table_rows(cos, at), _table_rows(sin, at))
-    key = _turned(attention, key, cos, sin)
+    query = _rotate(attention, query, _select_table_rows(cos, positions), _select_table_rows(sin, positions))
+    key = _rotate(attention, key, cos, sin)
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, attention.layer_idx)
-    mask = _mask_rows(attention_mask, at)
+    mask = _select_mask_rows(attention_mask, positions)
     if mask is None and kwargs.get("is_causal") is not False:
-        mask = (torch.arange(key.shape[2], device=at.device) <= at[:, :, None])[:, None]
-    return attention.o_proj(attended(attention, query, key, value, mask, **kwargs)[0])
+        mask = (torch.arange(key.shape[2], device=positions.device) <= positions[:, :, None])[:, None]
+    return attention.o_proj(attend(attention, query, key, value, mask, **kwargs)[0])
 
 
-def attended(
+def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Any]:
-    """[rows, L, heads·size] by the model's own attention function, which may be told more (`is_causal`)."""
+    """[rows, L, heads·size] by the model's own attention function, which may take more arguments (`is_causal`)."""
     eager = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
     interface: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
-    found, weights = interface(module, query, key, value, mask, dropout=0.0, scaling=module.scaling, **kwargs)
-    return found.flatten(2), weights
+    output, weights = interface(module, query, key, value, mask, dropout=0.0, scaling=module.scaling, **kwargs)
+    return output.flatten(2), weights
 
 
-def heads_of(projected: Tensor, size: int) -> Tensor:
+def split_heads(projected: Tensor, size: int) -> Tensor:
     """[rows, L, heads·size] → [rows, heads, L, size]."""
     return projected.view(*projected.shape[:-1], -1, size).transpose(1, 2)
 
 
-def projected(attention: Any, name: str, hidden: Tensor) -> Tensor:
-    """Query or key before its positions, [rows, L, heads·size]; some models norm each head."""
-    found = getattr(attention, f"{name}_proj")(hidden)
+def project(attention: Any, name: str, hidden: Tensor) -> Tensor:
+    """Query or key before its rotary positions, [rows, L, heads·size]; some models norm each head."""
+    projected = getattr(attention, f"{name}_proj")(hidden)
     norm = getattr(attention, f"{name}_norm", None)
-    return found if norm is None else norm(found.view(*found.shape[:-1], -1, attention.head_dim)).view(found.shape)
+    if norm is None:
+        return projected  # type: ignore[no-any-return]
+    return norm(projected.view(*projected.shape[:-1], -1, attention.head_dim)).view(projected.shape)  # type: ignore[no-any-return]
 
 
-def _turned(attention: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of one of query and key."""
-    half = sys.modules[type(attention).__module__].rotate_half  # type: ignore[attr-defined]
-    return heads * cos[:, None] + half(heads) * sin[:, None]
+def _rotate(attention: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding of query or key."""
+    rotate_half = sys.modules[type(attention).__module__].rotate_half  # type: ignore[attr-defined]
+    return heads * cos[:, None] + rotate_half(heads) * sin[:, None]
 
 
-def _table_rows(table: Tensor, at: Tensor) -> Tensor:
+def _select_table_rows(table: Tensor, positions: Tensor) -> Tensor:
     """[1 or rows, L, n] at positions[rows, k] → [rows, k, n]."""
-    return picked(table.expand(len(at), -1, -1), at)
+    return select_positions(table.expand(len(positions), -1, -1), positions)
 
 
-def _mask_rows(mask: Tensor | None, at: Tensor) -> Tensor | None:
-    """The mask's lines of the queries that are left: [rows, 1, L, L] → [rows, 1, k, L]."""
+def _select_mask_rows(mask: Tensor | None, positions: Tensor) -> Tensor | None:
+    """The rows of the mask for the queries that are left: [rows, 1, L, L] → [rows, 1, k, L]."""
     if mask is None or mask.shape[2] == 1:
         return mask
-    lines = at[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3])
-    return mask.expand(len(at), -1, -1, -1).gather(2, lines)
+    index = positions[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3])
+    return mask.expand(len(positions), -1, -1, -1).gather(2, index)

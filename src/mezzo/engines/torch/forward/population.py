@@ -1,4 +1,4 @@
-"""One forward for several points in weight space: who the members are, and their weights, made just in time.
+"""One forward for several points in weight space: its members, and their weights, made just in time.
 
 Members are stacked in the batch dimension, member by member: activations are [P·B, …]. The trained tensors live here. Small
 ones (LoRA factors, norms, biases) share one flat buffer, so that perturbing and updating all of them is a handful of operations;
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from mezzo.engines.torch.forward.context import ForwardContext
 from mezzo.engines.torch.forward.probe_point import DeviceUpdate, ProbePoint
 from mezzo.engines.torch.weights.flat_buffer import group_flat_buffers, is_large
 from mezzo.engines.torch.weights.noise import NoiseSource
@@ -27,7 +28,7 @@ class Population:
     """The trained tensors and, while a forward runs, the members' versions of them.
 
     Tensors keep the type they come with. `compute` is the type of the activations: members of large matrices are made in it,
-    members of everything small in float32, because a step of ε would vanish in sixteen bits beside a gain of one.
+    members of everything small in float32, because a step of ε would vanish in 16 bits beside a gain of one.
     """
 
     def __init__(
@@ -45,17 +46,8 @@ class Population:
         self.flat_buffers = group_flat_buffers([(t, v) for t, v in tensors if t.name not in self.large])
         self._views = {entry.trained.name: flat.view(entry) for flat in self.flat_buffers for entry in flat.entries}
         self.scratch = torch.empty(0)
-        self._small: dict[str, Tensor] | None = None
-        self.point = ProbePoint((), source.device)
-        self.rows = 0
-        self.length = 0
-        self.diverged = False
-        """True while members read tokens of their own: text that each of them generated."""
-        self.words: Tensor | None = None
-        self.trims = True
-        """False: every layer computes every position, as the model's own code does."""
-        self.gather: Tensor | None = None
-        """[P·B, k]: the positions that are read; whoever trims the hidden states to them sets it to None."""
+        self.context = self._idle()
+        self._perturbed_small: dict[str, Tensor] | None = None
 
     @property
     def source(self) -> NoiseSource:
@@ -65,9 +57,9 @@ class Population:
 
     def value(self, name: str) -> Tensor:
         """The unperturbed tensor."""
-        for held in (self.large, self._views, self.frozen):
-            if name in held:
-                return held[name]
+        for tensors in (self.large, self._views, self.frozen):
+            if name in tensors:
+                return tensors[name]
         raise KeyError(name)
 
     def replay(self, updates: Sequence[Update]) -> None:
@@ -78,7 +70,7 @@ class Population:
             self.source.clear_cache()
 
     def apply(self, update: Update) -> None:
-        """θ ← keep·θ − Σ c·z, to the rounding that `update_values` states."""
+        """θ ← keep·θ − Σ c·z, rounded as `update_values` does."""
         self.move(DeviceUpdate(update, self.source.device))
 
     def move(self, move: DeviceUpdate) -> None:
@@ -90,110 +82,130 @@ class Population:
 
     @contextlib.contextmanager
     def at(self, point: Sequence[Probe] | ProbePoint) -> Iterator[None]:
-        """Forwards inside compute every row block at its own probe."""
-        self.point = point if isinstance(point, ProbePoint) else ProbePoint(tuple(point), self.source.device)
-        if self.perturbed:
-            self.ops.begin_forward(self.point)
+        """Forwards inside compute every block of rows at its own probe."""
+        point = point if isinstance(point, ProbePoint) else ProbePoint(tuple(point), self.source.device)
+        self.context = ForwardContext(point)
         try:
+            if point.seeds:
+                self.ops.begin_forward(point)
             yield
         finally:
-            self.diverged, self.point = False, ProbePoint((), self.source.device)
-            self._small, self.rows, self.length, self.words, self.gather = None, 0, 0, None, None
+            self.context, self._perturbed_small = self._idle(), None
+
+    @contextlib.contextmanager
+    def forward(
+        self,
+        rows: int,
+        length: int,
+        *,
+        words: Tensor | None = None,
+        positions: Tensor | None = None,
+        own_tokens: bool = False,
+        trim_last_layer: bool = True,
+    ) -> Iterator[ForwardContext]:
+        """The context of one forward pass at the current point; see `ForwardContext` for the arguments."""
+        outer = self.context
+        self.context = ForwardContext(outer.point, rows, length, words, positions, own_tokens, trim_last_layer)
+        try:
+            yield self.context
+        finally:
+            self.context = outer
+
+    def _idle(self) -> ForwardContext:
+        return ForwardContext(ProbePoint((), self.source.device))
 
     @property
-    def probes(self) -> tuple[Probe, ...]:
-        return self.point.probes
-
-    def take_readout(self) -> Tensor | None:
-        """The positions that are read, for the one who trims the hidden states to them."""
-        taken, self.gather = (self.gather, None) if self.trims else (None, self.gather)
-        return taken
+    def point(self) -> ProbePoint:
+        return self.context.point
 
     @property
     def members(self) -> int:
-        return len(self.point.probes)
+        return len(self.context.point.probes)
 
     @property
     def perturbed(self) -> bool:
-        return bool(self.point.seeds)
+        return bool(self.context.point.seeds)
 
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        return self.point.seeds
-
-    def member(self, name: str) -> Tensor:
+    def member_tensor(self, name: str) -> Tensor:
         """[P, *shape] of a small tensor in float32; one row, seen P times, when nothing is perturbed."""
-        if self.perturbed and self._small is None:
-            self._small = self._small_members()
-        if self._small and name in self._small:
-            return self._small[name]
+        if self.perturbed and self._perturbed_small is None:
+            self._perturbed_small = self._perturb_small()
+        if self._perturbed_small and name in self._perturbed_small:
+            return self._perturbed_small[name]
         value = self.value(name).float()
         return value.expand(self.members, *value.shape)
 
     def member_matrix(self, name: str) -> Tensor:
         """[P, *shape] of a large tensor, in scratch that all layers share: use it before asking for another."""
-        out = self._room(self.large[name])
+        out = self._scratch_like(self.large[name])
         self.ops.perturb_matrix(self.trained[name], self.large[name], self.point, out)
         return out
 
-    def joint_matrix(self, names: Sequence[str], value: Tensor) -> Tensor:
-        """The same for dense matrices of one shape that lie below each other in `value`, in one go."""
-        out = self._room(value)
+    def stacked_member_matrix(self, names: Sequence[str], value: Tensor) -> Tensor:
+        """The same for dense matrices of one shape that are stacked in `value`, in one go."""
+        out = self._scratch_like(value)
         self.ops.perturb_stacked([self.trained[name] for name in names], value, self.point, out)
         return out
 
-    def _room(self, value: Tensor) -> Tensor:
+    def _scratch_like(self, value: Tensor) -> Tensor:
         count = self.members * value.numel()
         if self.scratch.numel() < count:
-            self.scratch = torch.empty(0)  # let go of the smaller one first
+            self.scratch = torch.empty(0)  # free the smaller one first
             self.scratch = torch.empty(count, device=value.device, dtype=self.compute)
         return self.scratch[:count].view(self.members, *value.shape)
 
     def member_rows(self, name: str, ids: Tensor) -> Tensor:
         """[P, *ids.shape, width] in float32: rows of a matrix at each member, without perturbing the rest of it."""
-        trained = self.trained[name]
         if name not in self.large:
-            return self.member(name)[:, ids]
+            return self.member_tensor(name)[:, ids]
         if not self.perturbed:
-            picked = self.large[name][ids].float()
-            return picked.expand(self.members, *picked.shape)
-        return self.ops.perturb_rows(trained, self.large[name], ids, self.point)
+            rows = self.large[name][ids].float()
+            return rows.expand(self.members, *rows.shape)
+        return self.ops.perturb_rows(self.trained[name], self.large[name], ids, self.point)
 
     def factor_scales(self, rank: int) -> Tensor:
         """[P, K] scales of the integer products U·Vᵀ."""
         return self.point.scales * (1 / rank**0.5)
 
     def split(self, tensor: Tensor, module: str) -> Tensor:
-        """[P·B, …] → [P, B, …]. A leading 1 (a position table) is the same row for everyone, and sequences may come
+        """[P·B, …] → [P, B, …]. A leading 1 (a position table) is the same row for every member, and sequences may come
         flattened into rows (OPT): [P·B·L, …] → [P, B·L, …]."""
-        lead = self.members * self.rows
+        members, rows, length = self.members, self.context.rows, self.context.length
+        lead = members * rows
         if tensor.shape[0] == 1 and lead != 1:
-            return tensor.expand(lead, *tensor.shape[1:]).reshape(self.members, self.rows, *tensor.shape[1:])
-        if tensor.shape[0] == lead * self.length and tensor.ndim == 2:
-            return tensor.reshape(self.members, self.rows * self.length, *tensor.shape[1:])
+            return tensor.expand(lead, *tensor.shape[1:]).reshape(members, rows, *tensor.shape[1:])
+        if tensor.shape[0] == lead * length and tensor.ndim == 2:
+            return tensor.reshape(members, rows * length, *tensor.shape[1:])
         if tensor.shape[0] != lead:
             raise ModelError(
                 f"{module} gets an input of leading size {tensor.shape[0]} where {lead} rows were expected; "
                 "this architecture cannot be perturbed in one forward"
             )
-        return tensor.reshape(self.members, self.rows, *tensor.shape[1:])
+        return tensor.reshape(members, rows, *tensor.shape[1:])
 
-    def _small_members(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+    def _perturb_small(self) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
         for flat in self.flat_buffers:
             values = self.ops.perturb_flat(flat, self.point)
             for entry in flat.entries:
                 block = values[:, entry.start : entry.start + entry.count]
-                found[entry.trained.name] = block.reshape(self.members, *entry.trained.shape)
-        return found
+                tensors[entry.trained.name] = block.reshape(self.members, *entry.trained.shape)
+        return tensors
 
 
 def choose_ops(source: NoiseSource, compute: torch.dtype) -> ReferenceOps:
-    """Kernels where there is a GPU and Triton to write them in, plain torch elsewhere: the same weights bit for bit."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # kernels on a CPU, for tests
-    if (source.device.type == "cuda" or interpreted) and importlib.util.find_spec("triton") is not None:
-        from mezzo.engines.torch.gpu.fused_ops import DeviceNoise
-        from mezzo.engines.torch.gpu.graph_ops import GraphOps
+    """Kernels where they can run, plain torch elsewhere: the same weights bit for bit."""
+    if kernel_refusal(source.device):
+        return ReferenceOps(source)
+    from mezzo.engines.torch.gpu.fused_ops import DeviceNoise
+    from mezzo.engines.torch.gpu.graph_ops import GraphOps
 
-        return GraphOps(DeviceNoise(source.kind, source.device), compute)
-    return ReferenceOps(source)
+    return GraphOps(DeviceNoise(source.kind, source.device), compute)
+
+
+def kernel_refusal(device: torch.device) -> str:
+    """Why there are no kernels on a device; empty where there are."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # kernels on a CPU, for tests
+    if device.type != "cuda" and not interpreted:
+        return "they need a GPU"
+    return "" if importlib.util.find_spec("triton") is not None else "Triton is not installed"

@@ -1,4 +1,4 @@
-"""Where a forward looks and where an update goes, as values and as small tensors on the device that kernels read."""
+"""Probes and updates, as values and as small tensors on the device that kernels read."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class ProbePoint:
 
     @classmethod
     def in_memory(cls, members: int, keys: Tensor, scales: Tensor) -> ProbePoint:
-        """One direction whose seed and scales kernels find in device memory when they run, not when they are launched."""
+        """One direction whose seed and scales kernels read from device memory when they run, not when they are launched."""
         point = cls((Probe(((0, 0.0),)),) * members, keys.device)
         point.__dict__.update(keys=keys, scales=scales)
         return point
 
     @property
     def single(self) -> bool:
-        """All members lie on one line through the weights, as a ± pair does."""
+        """True where all members lie on one line through the weights, like a ± pair."""
         return len(self.seeds) == 1
 
     @cached_property
@@ -50,21 +50,21 @@ class ProbePoint:
 
 @dataclass(frozen=True)
 class DeviceUpdate:
-    """An update on its way to the weights."""
+    """An update of the weights."""
 
     update: Update
     device: torch.device
 
     @classmethod
     def in_memory(cls, terms: int, keys: Tensor, coefs: Tensor) -> DeviceUpdate:
-        """A move of so many terms, whose seeds and coefficients kernels find in device memory when they run."""
+        """An update of so many terms, whose seeds and coefficients kernels read from device memory when they run."""
         move = cls(Update(((0, 1.0),) * terms), keys.device)
         move.__dict__.update(keys=keys, coefs=coefs)
         return move
 
     @cached_property
     def keys(self) -> Tensor:
-        """[K]: the bits of every term's seed, of those that do not move anything too: the first decides the rounding."""
+        """[K]: the bits of every term's seed, also of those with coefficient 0: the first one determines the rounding."""
         return words_on(self.device, [seed for seed, _ in self.update.terms] or [0])
 
     @cached_property

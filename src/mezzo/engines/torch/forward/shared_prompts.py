@@ -1,7 +1,8 @@
 """Candidates of one prompt share its keys and values: the prompt is computed once per probe, each candidate continues it.
 
-Exact, because a causal prompt does not see what follows it. The cache lives for one forward of one probe and is never kept.
-Only where no layer's window ends within a row: windows are counted in places of the cache, the padding behind a prompt included.
+Exact, because a causal prompt does not attend to what follows it. The cache lives for one forward of one probe and is never
+kept. Only where no layer's window ends within a row: windows are counted in places of the cache, the padding behind a prompt
+included.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from mezzo.engines.torch.forward.inputs import padded, picked
+from mezzo.engines.architectures import attention_windows
+from mezzo.engines.torch.forward.inputs import pad, select_positions, sum_log_probabilities
 from mezzo.types import Prompt, Readout, Scores
-
-WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "keep_window_size")
 
 if TYPE_CHECKING:
     from mezzo.engines.torch.engine import TorchEngine
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
 def can_share(model: nn.Module) -> bool:
     """True where a continuation is placed by the positions it is given, behind padding as without it.
 
-    Not so for models that count places in the cache, nor for decoders of the BERT kind, which count from their padding id; and
+    Not so for models that count places in the cache, nor for decoders like BERT's, which count from their padding id; and
     not where rotary positions depend on how long a forward is.
     """
     config: Any = model.config
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)}
+    kinds = {settings.get("rope_type") for settings in (rope, *rope.values()) if isinstance(settings, dict)}
     return (
         "position_ids" in inspect.signature(model.forward).parameters
         and not getattr(config, "is_decoder", False)
@@ -40,63 +41,65 @@ def can_share(model: nn.Module) -> bool:
 
 
 def within_windows(config: Any, prompts: Sequence[Prompt]) -> bool:
-    """True where every position of these rows sees all before it, whatever windows the model's layers have."""
+    """True where every position of these rows attends to all before it, whatever windows the model's layers have."""
     longest = max(len(p.ids) for p in prompts) + max(len(candidate) for p in prompts for candidate in p.candidates)
-    windows = [getattr(config, name, None) for name in WINDOWS]
-    return all(longest < window for window in windows if isinstance(window, int) and window)
+    return all(longest < window for window in attention_windows(config))
 
 
 def score_candidates(engine: TorchEngine, prompts: Sequence[Prompt], readout: Readout) -> Scores:
     """scores[P, prompts, C] inside an active population: log-probabilities of each prompt's continuations."""
     population, device = engine.population, engine.device
     members = population.members
-    ids = padded([p.ids for p in prompts], None, engine.pad_id).to(device).repeat(members, 1)
-    mask = padded([(1,) * len(p.ids) for p in prompts], None, 0).to(device).repeat(members, 1)
+    ids = pad([p.ids for p in prompts], None, engine.pad_id).to(device).repeat(members, 1)
+    mask = pad([(1,) * len(p.ids) for p in prompts], None, 0).to(device).repeat(members, 1)
     last = torch.tensor([[len(p.ids) - 1] for p in prompts], device=device)
-
-    population.rows, population.length, population.words = len(prompts), ids.shape[1], None
-    population.gather = last.repeat(members, 1)
     rows = [(index, candidate) for index, p in enumerate(prompts) for candidate in p.candidates]
     longest = max(len(candidate) for _, candidate in rows)
-    out = engine.model(input_ids=ids, attention_mask=mask, use_cache=longest > 1)
-    owner = torch.tensor([index for index, _ in rows], device=device)
-    owners = torch.cat([owner + member * len(prompts) for member in range(members)])
+    with population.forward(
+        len(prompts),
+        ids.shape[1],
+        positions=last.repeat(members, 1),
+        trim_last_layer=engine.forward.trim_last_layer,
+    ) as context:
+        out = engine.model(input_ids=ids, attention_mask=mask, use_cache=longest > 1)
+    prompt_of_row = torch.tensor([index for index, _ in rows], device=device)
+    cache_rows = torch.cat([prompt_of_row + member * len(prompts) for member in range(members)])
     first = torch.tensor([candidate[0] for _, candidate in rows], device=device).repeat(members)
-    logits = out.logits if population.gather is None else picked(out.logits, population.gather)
-    total = logits[:, 0].float().log_softmax(-1)[owners, first]
+    positions = context.claim_positions()
+    logits = out.logits if positions is None else select_positions(out.logits, positions)
+    total = logits[:, 0].float().log_softmax(-1)[cache_rows, first]
     if longest > 1:
-        total = total + _continued(engine, [c for _, c in rows], out.past_key_values, owners, mask, last[owner])
+        total = total + _continuation_scores(
+            engine, [c for _, c in rows], out.past_key_values, cache_rows, mask, last[prompt_of_row]
+        )
     if readout.reduce == "mean":
         total = total / torch.tensor([float(len(c)) for _, c in rows], device=device).repeat(members)
-    return _placed(total.view(members, -1).cpu().numpy(), prompts)
+    return _scores_by_prompt(total.view(members, -1).cpu().numpy(), prompts)
 
 
-def _continued(
-    engine: TorchEngine, candidates: list[tuple[int, ...]], cache: object, owners: Tensor, mask: Tensor, last: Tensor
+def _continuation_scores(
+    engine: TorchEngine, candidates: list[tuple[int, ...]], cache: Any, cache_rows: Tensor, mask: Tensor, last: Tensor
 ) -> Tensor:
     """[P·rows] log-probability of each candidate's tokens after its first, on top of its prompt's cache."""
     population, device = engine.population, engine.device
     members, count = population.members, len(candidates)
-    cache.batch_select_indices(owners)  # type: ignore[attr-defined]
-    steps = padded([c[:-1] for c in candidates], None, engine.pad_id).to(device)
-    targets = padded([c[1:] for c in candidates], None, -1).to(device).repeat(members, 1)
-    positions = last + 1 + torch.arange(steps.shape[1], device=device)
-    population.rows, population.length, population.gather = count, steps.shape[1], None
-    seen = torch.cat(
-        [mask[owners], torch.ones(members * count, steps.shape[1], dtype=mask.dtype, device=device)], dim=1
-    )
-    logits = engine.model(
-        input_ids=steps.repeat(members, 1),
-        attention_mask=seen,
-        position_ids=positions.repeat(members, 1),
-        past_key_values=cache,
-        use_cache=True,
-    ).logits
-    found = logits.float().log_softmax(-1).gather(2, targets.clamp(min=0)[:, :, None])[:, :, 0]
-    return (found * (targets >= 0)).sum(1)
+    cache.batch_select_indices(cache_rows)
+    ids = pad([c[:-1] for c in candidates], None, engine.pad_id).to(device)
+    targets = pad([c[1:] for c in candidates], None, -1).to(device).repeat(members, 1)
+    position_ids = last + 1 + torch.arange(ids.shape[1], device=device)
+    own_mask = torch.ones(members * count, ids.shape[1], dtype=mask.dtype, device=device)
+    with population.forward(count, ids.shape[1]):
+        logits = engine.model(
+            input_ids=ids.repeat(members, 1),
+            attention_mask=torch.cat([mask[cache_rows], own_mask], dim=1),
+            position_ids=position_ids.repeat(members, 1),
+            past_key_values=cache,
+            use_cache=True,
+        ).logits
+    return sum_log_probabilities(logits.float(), targets, targets >= 0)
 
 
-def _placed(scores: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
+def _scores_by_prompt(scores: npt.NDArray[np.float32], prompts: Sequence[Prompt]) -> Scores:
     """[P, rows] → [P, prompts, C], −inf where a prompt has fewer candidates."""
     out = np.full((len(scores), len(prompts), max(len(p.candidates) for p in prompts)), -np.inf, dtype=np.float32)
     row = 0

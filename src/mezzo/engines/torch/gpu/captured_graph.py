@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from mezzo.engines.torch.forward.inputs import TENSORS, Rows
+from mezzo.engines.torch.forward.inputs import TENSORS, PaddedRows
 from mezzo.engines.torch.forward.probe_point import DeviceUpdate, ProbePoint
 from mezzo.types import Batch, Probe
 
@@ -80,7 +80,7 @@ class CapturedForward:
     """Forwards of one shape."""
 
     def __init__(
-        self, engine: TorchEngine, rows: Rows, batch: Batch, point: ProbePoint, extra: Sequence[Words] = ()
+        self, engine: TorchEngine, rows: PaddedRows, batch: Batch, point: ProbePoint, extra: Sequence[Words] = ()
     ) -> None:
         """`extra`: inputs beside those of the forward, for subclasses."""
         self.engine, self.batch = engine, batch
@@ -97,7 +97,7 @@ class CapturedForward:
             self.point = ProbePoint.in_memory(len(point.probes), seeds, scales)
         self.extra_inputs = tuple(views)
         self.staging = StagingBuffer(self.inputs)
-        self._uploaded: tuple[Rows, tuple[Probe, ...]] | None = None
+        self._uploaded: tuple[PaddedRows, tuple[Probe, ...]] | None = None
         """What the inputs hold once the device has done what was launched."""
         self.graph: torch.cuda.CUDAGraph | None = None
         self.output = torch.empty(0)
@@ -108,7 +108,7 @@ class CapturedForward:
         self.joint_graphs: dict[CapturedUpdate, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         """Graphs of a deferred update and this forward, and their output."""
 
-    def upload(self, rows: Rows, point: ProbePoint) -> None:
+    def upload(self, rows: PaddedRows, point: ProbePoint) -> None:
         """Send the inputs to the device, unless a prefetch has done so."""
         if self._uploaded is None or self._uploaded[0] is not rows or self._uploaded[1] != point.probes:
             self.staging.upload(input_words(rows, point))
@@ -181,7 +181,7 @@ def eager_masking() -> Iterator[None]:
         masking_utils.is_tracing, masking_utils.find_packed_sequence_indices = is_tracing, find_packed
 
 
-def input_words(rows: Rows, point: ProbePoint) -> list[Words]:
+def input_words(rows: PaddedRows, point: ProbePoint) -> list[Words]:
     """Everything that changes from step to step, as int64 words in a fixed order."""
     parts = [value.numpy().reshape(-1) for name in TENSORS if (value := getattr(rows, name)) is not None]
     if point.seeds:

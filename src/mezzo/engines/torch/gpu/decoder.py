@@ -1,37 +1,38 @@
 """Llama-like layers with one kernel for what plain torch does in many: rotary positions of query and key, and the gate.
 
-Products, attention and all that members differ in stay where they are; norms are in `blocks`. So this holds at any point.
+Products, attention and everything that members differ in stay where they are, so these hold at any point.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from mezzo.engines.torch.catalog import known
-from mezzo.engines.torch.forward.last_layer import IMPLEMENTATIONS, attended, heads_of, projected
+from mezzo.engines.architectures import ATTENTION_FUNCTIONS, SILU, Part, part_of
+from mezzo.engines.torch.forward.choice import Choice
+from mezzo.engines.torch.forward.last_layer import attend, project, split_heads
+from mezzo.engines.torch.forward.modules import Forward
 from mezzo.engines.torch.forward.population import Population
 from mezzo.engines.torch.gpu.kernels import decoder
 
-ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
-GATED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
-SILU = ("SiLU", "SiLUActivation")
+
+def choose(module: Any, population: Population) -> Choice | None:
+    """Kernels for attention with rotary positions and for gated MLPs."""
+    match part_of(module):
+        case Part.ROTARY_ATTENTION:
+            if (function := module.config._attn_implementation) not in ATTENTION_FUNCTIONS:
+                return Choice("rotary kernel", reason=f"its attention is {function!r}")
+            return Choice("rotary kernel", lambda inner: _attention(module, inner, population))
+        case Part.GATED_MLP:
+            if type(module.act_fn).__name__ not in SILU:
+                return Choice("gate kernel", reason=f"its activation is {type(module.act_fn).__name__}")
+            return Choice("gate kernel", lambda inner: _gated_mlp(module, inner, population))
+    return None
 
 
-def attach(model: nn.Module, population: Population) -> None:
-    """Override the forward of every attention and every gated block that is known."""
-    every: Iterable[Any] = model.modules()
-    for module in every:
-        if known(module, ATTENTIONS) and module.config._attn_implementation in IMPLEMENTATIONS:
-            _attention(module, population)
-        elif known(module, GATED) and type(module.act_fn).__name__ in SILU:
-            _gated(module, population)
-
-
-def _attention(module: Any, population: Population) -> None:
-    plain, size = module.forward, module.head_dim
+def _attention(module: Any, inner: Forward, population: Population) -> Forward:
+    size = module.head_dim
 
     def forward(
         hidden_states: Tensor,
@@ -41,33 +42,31 @@ def _attention(module: Any, population: Population) -> None:
         **kwargs: Any,
     ) -> Any:
         cos, sin = position_embeddings
-        if not population.probes or hidden_states.dtype != population.compute or cos.shape[2] != size:
-            return plain(
+        if not population.members or hidden_states.dtype != population.compute or cos.shape[2] != size:
+            return inner(
                 hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
                 past_key_values=past_key_values,
                 **kwargs,
             )
-        query, key = (projected(module, name, hidden_states).contiguous() for name in "qk")
-        value = heads_of(module.v_proj(hidden_states), size)
-        decoder.rotate(query, key, cos.contiguous(), sin.contiguous())  # in what the projections left
-        query, key = heads_of(query, size), heads_of(key, size)
+        query, key = (project(module, name, hidden_states).contiguous() for name in "qk")
+        value = split_heads(module.v_proj(hidden_states), size)
+        decoder.rotate(query, key, cos.contiguous(), sin.contiguous())  # in place
+        query, key = split_heads(query, size), split_heads(key, size)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, module.layer_idx)
-        found, weights = attended(module, query, key, value, attention_mask, **kwargs)
-        return module.o_proj(found), weights
+        output, weights = attend(module, query, key, value, attention_mask, **kwargs)
+        return module.o_proj(output), weights
 
-    module.forward = forward
+    return forward
 
 
-def _gated(module: Any, population: Population) -> None:
-    plain = module.forward
-
+def _gated_mlp(module: Any, inner: Forward, population: Population) -> Forward:
     def forward(x: Tensor) -> Any:
-        if not population.probes or x.dtype != population.compute:
-            return plain(x)
+        if not population.members or x.dtype != population.compute:
+            return inner(x)
         gate, up = module.gate_proj(x), module.up_proj(x)
         return module.down_proj(decoder.gate(gate.contiguous(), up.contiguous()))
 
-    module.forward = forward
+    return forward

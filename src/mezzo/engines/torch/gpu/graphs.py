@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mezzo.engines.torch.forward.inputs import Rows
+from mezzo.engines.torch.forward.inputs import PaddedRows
 from mezzo.engines.torch.forward.probe_point import ProbePoint
 from mezzo.engines.torch.gpu.captured_graph import CapturedForward, CapturedUpdate
 from mezzo.engines.torch.gpu.fused_ops import MAX_RANK
@@ -60,7 +60,7 @@ class Graphs:
         if deferred is not None:
             deferred.run()
 
-    def score(self, groups: Sequence[Rows], batch: Batch, points: Sequence[ProbePoint], out: Scores) -> None:
+    def score(self, groups: Sequence[PaddedRows], batch: Batch, points: Sequence[ProbePoint], out: Scores) -> None:
         """Launch every micro-batch at every point, then wait once for all scores."""
         launched = [
             (number * self.engine.micro_batch.members, len(point.probes), rows, self._launch(rows, batch, point))
@@ -72,11 +72,11 @@ class Graphs:
             self.engine.pipeline.upload_prefetched()
         self.scores_ready.synchronize()
         for first, members, rows, scores in launched:
-            rows.place(out[first : first + members], scores.numpy().reshape(members, -1, *rows.tail))
+            rows.write_scores(out[first : first + members], scores.numpy().reshape(members, -1, *rows.tail))
 
-    def prefetch(self, rows: Rows, batch: Batch, point: ProbePoint) -> None:
+    def prefetch(self, rows: PaddedRows, batch: Batch, point: ProbePoint) -> None:
         """Send the inputs of the next forward to its graph, if it has one, behind what the device is doing."""
-        forward = self.forwards.get(shape_key(rows, batch, point, self.engine.population.trims))
+        forward = self.forwards.get(shape_key(rows, batch, point, self.engine.forward.trim_last_layer))
         if forward is not None and forward.graph is not None:
             forward.upload(rows, point)
 
@@ -131,9 +131,9 @@ class Graphs:
         else:
             captured.run()
 
-    def _launch(self, rows: Rows, batch: Batch, point: ProbePoint) -> Tensor:
+    def _launch(self, rows: PaddedRows, batch: Batch, point: ProbePoint) -> Tensor:
         """Launch a forward and the copy of its scores to the returned tensor in pinned memory."""
-        key = shape_key(rows, batch, point, self.engine.population.trims)
+        key = shape_key(rows, batch, point, self.engine.forward.trim_last_layer)
         forward, used_before = self.get(key, lambda: CapturedForward(self.engine, rows, batch, point))
         forward.upload(rows, point)
         if used_before:
@@ -156,6 +156,6 @@ class Graphs:
         return forward.run()
 
 
-def shape_key(rows: Rows, batch: Batch, point: ProbePoint, trims: bool) -> Hashable:
+def shape_key(rows: PaddedRows, batch: Batch, point: ProbePoint, trims: bool) -> Hashable:
     """What must agree for one graph to serve two forwards."""
-    return rows.shapes, rows.padded, batch.readout, len(point.probes), len(point.seeds), trims
+    return rows.shapes, rows.has_padding, batch.readout, len(point.probes), len(point.seeds), trims

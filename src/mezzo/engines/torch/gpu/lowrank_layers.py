@@ -2,163 +2,175 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mezzo.engines.torch.catalog import canonical_names
-from mezzo.engines.torch.forward.modules import output_head
+from mezzo.engines.architectures import OUTPUT_LINEARS
+from mezzo.engines.torch.forward.choice import Choice
+from mezzo.engines.torch.forward.modules import Forward
 from mezzo.engines.torch.forward.population import Population
+from mezzo.engines.torch.forward.trained_modules import TrainedModule, TrainedModules
 from mezzo.engines.torch.gpu.graph_ops import GraphOps
 from mezzo.engines.torch.gpu.kernels import lowrank
-from mezzo.method.space import lora_names
+
+NAME = "low-rank kernels"
+LARGEST_RANK = 32
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """A linear layer, where its two thin factors begin in their buffer, and the name of its bias if that is trained."""
+class FactorBuffer:
+    """Where the factors of layers lie, and how these are scaled."""
+
+    rank: int
+    factor: float
+    parts: Tensor
+
+    def factors(self, layers: Sequence[LowRankLinear]) -> lowrank.Factors:
+        up_at = torch.tensor([layer.up for layer in layers], device=self.parts.device)
+        return lowrank.Factors(self.rank, self.factor, self.parts, tuple(layer.down for layer in layers), up_at)
+
+
+@dataclass(frozen=True)
+class LowRankLinear:
+    """A linear layer, where its two factors begin in their buffer, and the name of its bias if that is trained."""
 
     module: nn.Linear
     path: str
     down: int
     up: int
     bias: str | None
+    buffer: FactorBuffer
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What the layers of a group have in common: where their factors lie and how these are scaled."""
-
-    rank: int
-    factor: float
-    parts: Tensor
-
-    def factors(self, adapters: Sequence[Adapter]) -> lowrank.Factors:
-        up_at = torch.tensor([adapter.up for adapter in adapters], device=self.parts.device)
-        return lowrank.Factors(self.rank, self.factor, self.parts, tuple(a.down for a in adapters), up_at)
+def has_factors(trained: TrainedModule | None, population: Population) -> bool:
+    """True for a module with LoRA or low-rank noise."""
+    weight = trained.tensors.get("weight") if trained else None
+    return trained is not None and (trained.lora is not None or bool(weight and population.trained[weight].rank))
 
 
-LATER = ("o_proj", "out_proj", "down_proj", "fc2", "dense", "dense_4h_to_h")
-"""Layers that read what their neighbours have made, even where it is as wide as what those read."""
+def find_factors(module: nn.Module, trained: TrainedModule, modules: TrainedModules) -> LowRankLinear | str:
+    """A module that has factors as the kernels see it, or why they do not take it."""
+    population, ops = modules.population, modules.population.ops
+    assert isinstance(ops, GraphOps)
+    if type(module) is not nn.Linear:
+        return f"it is a {type(module).__name__}"
+    bias = trained.tensors.get("bias")
+    if trained.lora is None:
+        weight = trained.tensors["weight"]
+        rank = population.trained[weight].rank
+        buffer = FactorBuffer(rank, rank**-0.5, ops.factor_noise[None])
+        starts = ops.factor_offsets[f"{weight}/V"], ops.factor_offsets[f"{weight}/U"]
+        return _rank_refusal(rank) or LowRankLinear(module, trained.path, *starts, bias, buffer)
+    if not all(name in population.trained for name in trained.lora):
+        return "only one of LoRA's factors is trained"
+    rank = population.trained[trained.lora[0]].shape[0]
+    for flat in population.flat_buffers:
+        start = {entry.trained.name: entry.start for entry in flat.entries}
+        if all(name in start for name in trained.lora):
+            buffer = FactorBuffer(rank, trained.scaling, ops.lora_components(flat))
+            down, up = (start[name] for name in trained.lora)
+            return _rank_refusal(rank) or LowRankLinear(module, trained.path, down, up, bias, buffer)
+    return "its factors are stored in different types"
 
 
-def attach(model: nn.Module, population: Population, scaling: float) -> None:
-    """Group the linear layers of each parent that carry thin factors and override their forward."""
-    work = population.ops
-    assert isinstance(work, GraphOps)
-    names, head = canonical_names(model), output_head(model)
-    for parent_path, parent in model.named_modules():
-        groups: dict[tuple[object, ...], list[Adapter]] = {}
-        kinds: dict[tuple[object, ...], Kind] = {}
-        for own_name, module in parent.named_children():
-            path = f"{parent_path}.{own_name}" if parent_path else own_name
-            found = adapter_of(module, path, population, work, names, scaling)
-            if found is not None and module is not head:
-                adapter, kind = found
-                bias = adapter.module.bias is not None, adapter.bias is not None  # there, and trained
-                key: tuple[object, ...] = (
-                    adapter.module.in_features,
-                    kind.rank,
-                    len(kind.parts),
-                    own_name in LATER,
-                    *bias,
-                )
-                groups.setdefault(key, []).append(adapter)
-                kinds[key] = kind
-        for key, adapters in groups.items():
-            _override(Group(tuple(adapters), kinds[key], population), adapters, population)
+def _rank_refusal(rank: int) -> str:
+    fits = rank <= LARGEST_RANK and rank & (rank - 1) == 0
+    return "" if fits else f"rank {rank} is not a power of two up to {LARGEST_RANK}"
 
 
-def adapter_of(
-    module: nn.Module, path: str, population: Population, work: GraphOps, names: dict[int, str], scaling: float
-) -> tuple[Adapter, Kind] | None:
-    """A linear layer with thin factors that the kernels take; None where it has none, or others."""
-    if type(module) is not nn.Linear or "forward" not in vars(module):
-        return None  # a transposed layer, or one that has nothing to add
-    found = None if module.bias is None else names[id(module.bias)]
-    bias = found if found in population.trained else None
-    down, up = lora_names(f"{path}.weight")
-    if down in population.trained and up in population.trained:
-        rank = population.trained[down].shape[0]
-        for flat in population.flat_buffers:
-            at = {entry.trained.name: entry.start for entry in flat.entries}
-            if down in at and up in at and _fits(rank):
-                return Adapter(module, path, at[down], at[up], bias), Kind(rank, scaling, work.lora_components(flat))
-        return None
-    weight = names[id(module.weight)]
-    trained = population.trained.get(weight)
-    if trained is None or not trained.rank or not _fits(trained.rank):
-        return None
-    places = work.factor_offsets[f"{weight}/V"], work.factor_offsets[f"{weight}/U"]
-    return Adapter(module, path, *places, bias), Kind(trained.rank, trained.rank**-0.5, work.factor_noise[None])
+def choose(parent_path: str, parent: nn.Module, modules: TrainedModules) -> Iterator[tuple[nn.Module, Choice]]:
+    """Group the linear layers of one parent that have factors."""
+    groups: dict[tuple[object, ...], list[LowRankLinear]] = {}
+    for name, module in parent.named_children():
+        path = f"{parent_path}.{name}" if parent_path else name
+        trained = modules.find(path, module)
+        if trained is None or not has_factors(trained, modules.population):
+            continue
+        layer = "it is the LM head" if trained.is_head else find_factors(module, trained, modules)
+        if isinstance(layer, str):
+            yield module, Choice(NAME, reason=layer)
+            continue
+        key: tuple[object, ...] = (
+            layer.module.in_features,
+            layer.buffer.rank,
+            len(layer.buffer.parts),
+            name in OUTPUT_LINEARS,
+            layer.module.bias is not None,
+            layer.bias is not None,
+        )
+        groups.setdefault(key, []).append(layer)
+    for layers in groups.values():
+        group = LowRankGroup(tuple(layers), modules.population)
+        for index, layer in enumerate(layers):
+            yield layer.module, Choice(NAME, partial(group.forward_of, index))
 
 
-def _fits(rank: int) -> bool:
-    """Ranks that the kernels take; others are left to plain torch."""
-    return rank <= 32 and rank & (rank - 1) == 0
+class LowRankGroup:
+    """Layers of one parent: the first that runs computes all that follow it, which will read the same input."""
 
-
-def _override(group: Group, adapters: list[Adapter], population: Population) -> None:
-    for index, adapter in enumerate(adapters):
-        plain = adapter.module.forward
-
-        def forward(rows: Tensor, index: int = index, plain: Callable[..., Any] = plain) -> Tensor:
-            usable = population.point.single and not population.diverged and rows.is_contiguous()
-            return group.output(index, rows) if usable else plain(rows)
-
-        adapter.module.forward = forward  # type: ignore[method-assign,assignment]
-
-
-class Group:
-    """Layers of one parent: the first that is asked computes all that follow it, for whom the same input will come."""
-
-    def __init__(self, adapters: tuple[Adapter, ...], kind: Kind, population: Population) -> None:
-        self.adapters, self.population = adapters, population
-        self.runs = {first: _same_width(adapters, first) for first in range(len(adapters))}
-        self.factors = {first: kind.factors(adapters[first:]) for first in range(len(adapters))}
-        self.of_run = {
-            (run.start, run.stop): kind.factors(adapters[run.start : run.stop])
-            for runs in self.runs.values()
-            for run in runs
+    def __init__(self, layers: tuple[LowRankLinear, ...], population: Population) -> None:
+        self.layers, self.population = layers, population
+        buffer = layers[0].buffer
+        self.spans = {first: _equal_widths(layers, first) for first in range(len(layers))}
+        self.factors = {first: buffer.factors(layers[first:]) for first in range(len(layers))}
+        self.span_factors = {
+            (span.start, span.stop): buffer.factors(layers[span.start : span.stop])
+            for spans in self.spans.values()
+            for span in spans
         }
-        self._of: Tensor | None = None
-        self._ready: dict[int, Tensor] = {}
+        self._input: Tensor | None = None
+        self._outputs: dict[int, Tensor] = {}
+
+    def forward_of(self, index: int, inner: Forward) -> Forward:
+        """The forward of one of the layers, along one direction; `inner` at any other point."""
+        population = self.population
+
+        def forward(rows: Tensor) -> Any:
+            usable = population.point.single and not population.context.own_tokens and rows.is_contiguous()
+            return self.output(index, rows) if usable else inner(rows)
+
+        return forward
 
     def output(self, index: int, rows: Tensor) -> Tensor:
-        if self._of is not rows or index not in self._ready:
-            self._ready = self._computed(index, rows)
-        self._of = rows
-        found = self._ready.pop(index)
-        if not self._ready:
-            self._of = None
-        return found
+        if self._input is not rows or index not in self._outputs:
+            self._outputs = self._compute(index, rows)
+        self._input = rows
+        output = self._outputs.pop(index)
+        if not self._outputs:
+            self._input = None
+        return output
 
-    def _computed(self, first: int, rows: Tensor) -> dict[int, Tensor]:
+    def _compute(self, first: int, rows: Tensor) -> dict[int, Tensor]:
+        """The outputs of the layers from `first` on."""
         population = self.population
-        population.split(rows, self.adapters[first].path)  # says so if the rows are not the members' own
+        population.split(rows, self.layers[first].path)  # raises if these are not the members' rows
         x = rows.view(-1, rows.shape[-1])
         scales, rank = population.point.scales, self.factors[first].rank
         t = lowrank.project_down(x, self.factors[first], scales)
-        found: dict[int, Tensor] = {}
-        for run in self.runs[first]:
-            y = x.new_empty((run.stop - run.start, len(x), run.width))
-            own = t[..., (run.start - first) * rank : (run.stop - first) * rank]
-            lowrank.project_up(y, lowrank.LowRankTerm(own, self.of_run[run.start, run.stop], scales), run.bias)
-            for place, adapter in enumerate(self.adapters[run.start : run.stop]):
-                y[place].addmm_(x, adapter.module.weight.T)
-                if adapter.bias is not None:
-                    members = population.member(adapter.bias)
-                    population.ops.add_bias(y[place].view(len(members), -1, run.width), members)
-                found[run.start + place] = y[place].view(*rows.shape[:-1], -1)
-        return found
+        outputs: dict[int, Tensor] = {}
+        for span in self.spans[first]:
+            y = x.new_empty((span.stop - span.start, len(x), span.width))
+            columns = t[..., (span.start - first) * rank : (span.stop - first) * rank]
+            lowrank.project_up(
+                y, lowrank.LowRankTerm(columns, self.span_factors[span.start, span.stop], scales), span.bias
+            )
+            for place, layer in enumerate(self.layers[span.start : span.stop]):
+                y[place].addmm_(x, layer.module.weight.T)
+                if layer.bias is not None:
+                    members = population.member_tensor(layer.bias)
+                    population.ops.add_bias(y[place].view(len(members), -1, span.width), members)
+                outputs[span.start + place] = y[place].view(*rows.shape[:-1], -1)
+        return outputs
 
 
 @dataclass(frozen=True)
-class Run:
-    """Layers with equally many outputs: their thin products are one launch. `bias` holds those that are not trained."""
+class Span:
+    """Layers with equally many outputs: their low-rank products are one launch. `bias` holds those that are not trained."""
 
     start: int
     stop: int
@@ -166,15 +178,15 @@ class Run:
     bias: Tensor | None
 
 
-def _same_width(adapters: tuple[Adapter, ...], first: int) -> list[Run]:
+def _equal_widths(layers: tuple[LowRankLinear, ...], first: int) -> list[Span]:
     cuts = [first]
-    for index in range(first + 1, len(adapters)):
-        if adapters[index].module.out_features != adapters[index - 1].module.out_features:
+    for index in range(first + 1, len(layers)):
+        if layers[index].module.out_features != layers[index - 1].module.out_features:
             cuts.append(index)
-    runs = []
-    for start, stop in zip(cuts, [*cuts[1:], len(adapters)], strict=True):
-        modules = [a.module for a in adapters[start:stop]]
-        frozen = modules[0].bias is not None and adapters[start].bias is None  # as for all of the group
-        bias = torch.stack([m.bias.detach() for m in modules]) if frozen else None
-        runs.append(Run(start, stop, modules[0].out_features, bias))
-    return runs
+    spans = []
+    for start, stop in zip(cuts, [*cuts[1:], len(layers)], strict=True):
+        linears = [layer.module for layer in layers[start:stop]]
+        has_frozen_bias = linears[0].bias is not None and layers[start].bias is None  # as for the whole group
+        bias = torch.stack([linear.bias.detach() for linear in linears]) if has_frozen_bias else None
+        spans.append(Span(start, stop, linears[0].out_features, bias))
+    return spans

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mezzo.engines.torch.forward.inputs import Rows
+from mezzo.engines.torch.forward.inputs import PaddedRows
 from mezzo.engines.torch.forward.probe_point import DeviceUpdate, ProbePoint
 from mezzo.engines.torch.gpu.captured_graph import CapturedForward, Words, input_words
 from mezzo.engines.torch.gpu.graphs import Graphs, shape_key
@@ -56,7 +56,7 @@ class CapturedStep(CapturedForward):
     def __init__(
         self,
         engine: TorchEngine,
-        rows: Rows,
+        rows: PaddedRows,
         step: DeviceStep,
         point: ProbePoint,
         pending: PendingUpdate,
@@ -65,7 +65,7 @@ class CapturedStep(CapturedForward):
         super().__init__(engine, rows, step.batch, point, _labels_and_rule(rows, step))
         self.pending, self.outcome = pending, outcome
 
-    def upload_step(self, rows: Rows, step: DeviceStep, point: ProbePoint) -> None:
+    def upload_step(self, rows: PaddedRows, step: DeviceStep, point: ProbePoint) -> None:
         self.staging.upload([*input_words(rows, point), *_labels_and_rule(rows, step)])
 
     def forward(self) -> Tensor:
@@ -148,9 +148,9 @@ class Pipeline:
         """Send the announced question to the device, which is busy meanwhile."""
         if self._announced is not None:
             question, self._announced = self._announced(), None
-            groups = self.engine.packed(question.batch)
+            groups = self.engine.padded_rows(question.batch)
             if len(groups) == 1:
-                self.graphs.prefetch(groups[0], question.batch, self.engine.points(question.probes)[0])
+                self.graphs.prefetch(groups[0], question.batch, self.engine.probe_points(question.probes)[0])
 
     def confirm(self, updates: Sequence[Update]) -> bool:
         """True if the device has applied this update already. If not, the caller will, and the step in flight is cancelled."""
@@ -181,7 +181,7 @@ class Pipeline:
         if inputs is None:
             return None
         rows, point = inputs
-        key = "step", shape_key(rows, step.batch, point, self.engine.population.trims)
+        key = "step", shape_key(rows, step.batch, point, self.engine.forward.trim_last_layer)
         captured, used_before = self.graphs.get(
             key, lambda: CapturedStep(self.engine, rows, step, point, self.pending, self.outcome)
         )
@@ -193,11 +193,11 @@ class Pipeline:
         buffer.fetch(captured.run(), step)
         return buffer
 
-    def _inputs(self, step: DeviceStep) -> tuple[Rows, ProbePoint] | None:
+    def _inputs(self, step: DeviceStep) -> tuple[PaddedRows, ProbePoint] | None:
         """The one micro-batch and the one ± pair of a step that the device can run."""
         if not _is_pair(step.probes) or step.batch.readout.kind == "candidates":
             return None
-        groups = self.engine.packed(step.batch)
+        groups = self.engine.padded_rows(step.batch)
         if len(groups) > 1 or not fits_in_kernel(groups[0].count, *groups[0].tail):
             return None
         return groups[0], ProbePoint(step.probes, self.engine.device)
@@ -213,7 +213,7 @@ def _is_same(step: DeviceStep | None, other: DeviceStep) -> bool:
     return step is not None and step.batch is other.batch and (step.probes, step.rule) == (other.probes, other.rule)
 
 
-def _labels_and_rule(rows: Rows, step: DeviceStep) -> list[Words]:
+def _labels_and_rule(rows: PaddedRows, step: DeviceStep) -> list[Words]:
     """What a step reads beside tokens, seeds and scales."""
     rule = step.rule
     numbers = np.array([rule.spread, rule.rate, rule.clip, rule.keep])

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mezzo.errors import ConfigError
 from mezzo.method import noise, rounding
 
 MAX_CACHED_BYTES = 16 * 2**20
@@ -24,6 +25,8 @@ class NoiseSource:
     """z of any tensor on one device. Caches the packed bits of recent (seed, name), because a step uses them twice."""
 
     def __init__(self, kind: noise.Kind, device: torch.device) -> None:
+        if kind not in UNPACK:
+            raise ConfigError(f"the torch engine does not implement {kind} noise, only {' and '.join(UNPACK)}")
         self.kind = kind
         self.device = device
         self._cache: OrderedDict[tuple[int, str], Tensor] = OrderedDict()
@@ -93,7 +96,7 @@ class NoiseSource:
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Packed bytes to float32 values."""
-        return _unpack_signs(packed) if self.kind == "rademacher" else _unpack_normals(packed)
+        return UNPACK[self.kind](packed)
 
     def clear_cache(self) -> None:
         """Drop the cached bits, at the end of a step."""
@@ -134,6 +137,9 @@ def _unpack_signs(packed: Tensor) -> Tensor:
 def _unpack_normals(packed: Tensor) -> Tensor:
     lanes = packed.view(torch.int16).int().bitwise_and(0xFFFF).bitwise_right_shift(4)
     return quantiles(packed.device)[lanes]
+
+
+UNPACK: dict[noise.Kind, Callable[[Tensor], Tensor]] = {"rademacher": _unpack_signs, "gaussian": _unpack_normals}
 
 
 @cache

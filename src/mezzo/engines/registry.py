@@ -1,0 +1,59 @@
+"""The engines by name and what each declares. An engine is imported only when it is opened."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mezzo.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from mezzo.engines.base import Engine, EngineSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What must be known of an engine before it is opened."""
+
+    factory: str
+    """`module:function` that opens it from an EngineSpec."""
+    spaces: tuple[str, ...] = ()
+    """The spaces it trains, its default first; empty: every space and every name pattern."""
+    low_rank_spaces: tuple[str, ...] = ()
+    """Spaces that need low-rank noise there."""
+    options: tuple[str, ...] = ()
+    """Options that are refused with engines that do not list them."""
+    workers: bool = True
+    """Workers can run it."""
+    generates: bool = True
+    """It implements `generate`."""
+    pins_cores: bool = False
+    """It pins its threads to the first cores of its process, so that workers of one machine need cores of their own."""
+
+    def trains(self, space: str) -> bool:
+        return not self.spaces or space in self.spaces
+
+    def open(self, spec: EngineSpec) -> Engine:
+        """Start the engine with the model of `spec` at the base."""
+        module, _, function = self.factory.partition(":")
+        engine: Engine = getattr(importlib.import_module(module), function)(spec)
+        return engine
+
+
+ENGINES: dict[str, EngineInfo] = {
+    "torch": EngineInfo(factory="mezzo.engines.torch:open_engine", options=("quantize",)),
+    "sglang": EngineInfo(
+        factory="mezzo.engines.sglang:open_engine",
+        spaces=("lora", "matrices"),
+        low_rank_spaces=("matrices",),
+        options=("tp", "url"),
+        pins_cores=True,
+    ),
+}
+
+
+def open_engine(name: str, spec: EngineSpec) -> Engine:
+    if name not in ENGINES:
+        raise ConfigError(f"unknown engine {name!r}{nearest(name, ENGINES)} (engines: {', '.join(ENGINES)})")
+    return ENGINES[name].open(spec)

@@ -1,0 +1,35 @@
+"""Names of modules: Hugging Face's, by which tensors are trained, and SGLang's, under which its layers hold them."""
+
+from __future__ import annotations
+
+import re
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""SGLang's fused modules and the Hugging Face modules they hold, in the order of their rows."""
+ENCODER_LAYER = re.compile(r"roberta\.encoder\.layer\.(\d+)\.(.+)")
+ENCODER_PROJECTIONS = {
+    "attention.self.query": "q_proj",
+    "attention.self.key": "k_proj",
+    "attention.self.value": "v_proj",
+    "attention.output.dense": "o_proj",
+    "intermediate.dense": "mid_proj",
+    "output.dense": "down_proj",
+}
+"""Modules of a RoBERTa layer and their names in this package's own model (`models.roberta`)."""
+
+
+def module_of(tensor: str) -> str:
+    """The Hugging Face module of a trained tensor, which is a weight or a LoRA factor."""
+    return tensor.removesuffix(".weight").removesuffix(".lora_A").removesuffix(".lora_B")
+
+
+def sglang_path(module: str) -> str:
+    """SGLang's path of a Hugging Face module: the same, except in this package's own encoder."""
+    if (match := ENCODER_LAYER.fullmatch(module)) and match[2] in ENCODER_PROJECTIONS:
+        return f"layers.{match[1]}.{ENCODER_PROJECTIONS[match[2]]}"
+    return module
+
+
+def projection_of(path: str) -> str:
+    """The last part of a module path, such as `q_proj`."""
+    return path.rsplit(".", 1)[-1]

@@ -1,0 +1,74 @@
+"""Bodies of SGLang's `/generate` requests, and what their answers say: for servers, and for text generation in process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mezzo.engines.sglang.token_rows import TokenCounts, TokenRow, common_prefix, shared_prompts
+from mezzo.types import Batch, Readout
+
+Answers = Sequence[Mapping[str, Any]]
+
+
+def scoring_body(rows: Sequence[TokenRow], adapters: Sequence[str | None], readout: Readout) -> dict[str, Any]:
+    """The request that scores several rows, each under its adapter."""
+    words = readout.kind == "words"
+    body: dict[str, Any] = {
+        "input_ids": [list(row.ids) for row in rows],
+        # A label word is read as the next token; candidates are part of the prompt, so that nothing is generated.
+        "sampling_params": {"max_new_tokens": 1 if words else 0, "temperature": 0},
+        "return_logprob": True,
+        **_adapter_field(adapters),
+    }
+    if words:
+        return body | {"token_ids_logprob": [list(readout.words)] * len(rows)}
+    return body | {"logprob_start_len": [row.logprob_start for row in rows]}
+
+
+def prefix_bodies(rows: Sequence[TokenRow], adapters: Sequence[str | None]) -> list[dict[str, Any]]:
+    """Requests to send first, one after the other, so that what the rows share is computed once under each adapter."""
+    prefix = common_prefix(rows)
+    waves = [[prefix] if prefix else [], shared_prompts(rows, len(prefix))]
+    return [
+        {
+            "input_ids": [list(ids) for _ in adapters for ids in wave],
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+            **_adapter_field([adapter for adapter in adapters for _ in wave]),
+        }
+        for wave in waves
+        if wave
+    ]
+
+
+def generation_body(batch: Batch, max_new_tokens: int, adapter: str | None = None) -> dict[str, Any]:
+    """The request for greedy continuations of the complete prompts."""
+    sampling = {"max_new_tokens": max_new_tokens, "temperature": 0}
+    ids = [list(prompt.ids) for prompt in batch.prompts]
+    return {"input_ids": ids, "sampling_params": sampling, **_adapter_field([adapter] * len(ids))}
+
+
+def _adapter_field(adapters: Sequence[str | None]) -> dict[str, list[str | None]]:
+    """The adapter of each row. A server without LoRA does not accept this field, not even an empty one."""
+    return {"lora_path": list(adapters)} if any(adapters) else {}
+
+
+def parse_scores(rows: Sequence[TokenRow], answers: Answers, readout: Readout) -> list[Any]:
+    """The log-probabilities of each row's label words, or one number for its candidate."""
+    scores: list[Any] = []
+    for row, answer in zip(rows, answers, strict=True):
+        meta = answer["meta_info"]
+        if readout.kind == "words":
+            by_id = {int(token): value for value, token, *_ in meta["output_token_ids_logprobs"][0]}
+            scores.append([by_id[word] for word in readout.words])
+        else:
+            count = len(row.ids) - row.logprob_start - 1
+            values = [value for value, *_ in meta["input_token_logprobs"][-count:]]
+            scores.append(sum(values) / (count if readout.reduce == "mean" else 1))
+    return scores
+
+
+def count_tokens(answers: Answers) -> TokenCounts:
+    """Cached and computed tokens, by SGLang's own counters."""
+    cached = sum(int(answer["meta_info"]["cached_tokens"]) for answer in answers)
+    return TokenCounts(cached, sum(int(answer["meta_info"]["prompt_tokens"]) for answer in answers) - cached)

@@ -1,0 +1,153 @@
+"""LoRA over HTTP: adapters are uploaded to running servers, replicas share a batch, a server dies in the middle of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mezzo import api
+from mezzo.engines import open_engine
+from mezzo.errors import RunFailed
+from mezzo.method.space import Space
+from mezzo.runs.folder import Folder
+from mezzo.types import Probe
+from tests.conftest import SENTENCES
+from tests.sglang.conftest import MODEL, PAIR, UPDATES, candidates_batch, distance, spec_of, words_batch
+from tests.sglang.servers import Server
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+LORA = Space("lora", rank=4, alpha=8)
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("servers")
+    started = [Server(MODEL, folder / f"{index}.log") for index in range(2)]
+    try:
+        yield [server.ready() for server in started]
+    finally:
+        for server in started:
+            server.kill()
+
+
+@pytest.fixture(scope="module")
+def reference():
+    engine = open_engine("torch", spec_of(LORA))
+    engine.apply(UPDATES)
+    return engine
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_scores_match_torch_engine(servers, reference, replicas):
+    engine = open_engine("sglang", spec_of(LORA, urls=tuple(server.url for server in servers[:replicas])))
+    engine.apply(UPDATES)
+    assert engine.digest() == reference.digest() and engine.base_digest == reference.base_digest
+    for batch in (words_batch(), words_batch(vocabulary=True), candidates_batch(), candidates_batch(low=30, high=50)):
+        for probes in (PAIR, (Probe(),)):
+            assert distance(engine.score(batch, probes), reference.score(batch, probes)) < 1e-4
+    assert len(engine.generate(words_batch(2), [Probe()], 3)[0]) == 2
+    engine.close()
+
+
+def test_prefixes_are_shared_only_within_a_probe(servers, reference):
+    """The shared prefix is sent first; the same prompts at the next step have new adapters and reuse nothing."""
+    engine = open_engine("sglang", spec_of(LORA, urls=(servers[0].url,)))
+    engine.apply(UPDATES)
+    prefix = tuple(range(100, 300))
+    batch = words_batch(8, prefix=prefix)
+    for _ in range(2):
+        before = engine.token_counts.cached
+        assert distance(engine.score(batch, PAIR), reference.score(batch, PAIR)) < 1e-4
+        assert engine.token_counts.cached - before == 2 * 8 * len(prefix)
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "train.jsonl"
+    rows = [{"text": text, "label": label} for label, texts in SENTENCES.items() for text in texts]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+OPTIONS = {
+    "task": "sst-2",
+    "steps": 8,
+    "batch_size": 4,
+    "rank": 4,
+    "alpha": 8.0,
+    "eps": 1e-2,
+    "lr": 1e-3,
+    "seed": 1,
+    "threads": 1,
+    "eval_every": 4,
+}
+
+
+def assert_same_run(a, b):
+    assert len(a) == len(b) == OPTIONS["steps"]
+    np.testing.assert_allclose([r.losses for r in a], [r.losses for r in b], atol=1e-5)
+    assert [[seed for seed, _ in r.update.terms] for r in a] == [[seed for seed, _ in r.update.terms] for r in b]
+
+
+def test_run_resumes_on_another_server_after_kill(servers, data, tmp_path):
+    """Two replicas give the same run as one engine. One is killed in the middle of a second run; resumed on the other, the run
+    equals one that was never interrupted."""
+    uninterrupted = api.finetune(MODEL, train=data, dev=data, engine="torch", out=tmp_path / "uninterrupted", **OPTIONS)
+    urls = tuple(server.url for server in servers)
+    served = api.finetune(MODEL, train=data, dev=data, engine="sglang", url=urls, out=tmp_path / "served", **OPTIONS)
+    assert served.accuracy == uninterrupted.accuracy
+    assert_same_run(api.records(tmp_path / "served"), api.records(tmp_path / "uninterrupted"))
+
+    session = api.open_session(
+        MODEL, train=data, dev=data, engine="sglang", url=(servers[0].url,), out=tmp_path / "cut", **OPTIONS
+    )
+    records = session.records()
+    assert [next(records).step for _ in range(3)] == [0, 1, 2]
+    servers[0].kill()
+    with pytest.raises(RunFailed, match="--resume"):
+        next(records)
+    assert len(api.records(tmp_path / "cut")) == 3
+
+    shutil.rmtree(tmp_path / "cut" / "snapshots", ignore_errors=True)  # the journal alone must be enough
+    run = api.finetune(resume=tmp_path / "cut", url=(servers[1].url,))
+    assert run.steps == OPTIONS["steps"]
+    assert_same_run(api.records(tmp_path / "cut"), api.records(tmp_path / "uninterrupted"))
+    assert api.verify(tmp_path / "cut").ok
+
+
+def test_example_takes_demonstrations_from_the_cache(servers, tmp_path):
+    """The run's metrics and report tell how many tokens, by SGLang's own count."""
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "sglang_server.py", servers[1].url], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    folder = Folder.open(tmp_path / "runs" / "sglang-server")
+    (line,) = [entry for entry in folder.metrics() if entry["event"] == "engine"]
+    assert line["cached_tokens"] > 2 * line["computed_tokens"] > 0
+    assert f"{line['cached_tokens']} tokens came from the prefix cache" in done.stdout
+    assert f"{line['cached_tokens']:,} tokens of" in api.report(folder.path, out=tmp_path / "r.html").read_text()
+
+
+def test_server_with_other_weights_is_refused(servers, tmp_path):
+    """The same shapes and other weights, which only scores can tell."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from mezzo.engines.hf_hub import locate
+    from mezzo.errors import ModelError
+
+    model = AutoModelForCausalLM.from_pretrained(locate(MODEL))
+    model.model.layers[0].self_attn.q_proj.weight.data.neg_()
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(locate(MODEL)).save_pretrained(tmp_path)
+    spec = dataclasses.replace(spec_of(LORA, urls=(servers[1].url,)), model=str(tmp_path))
+    with pytest.raises(ModelError, match="another model"):
+        open_engine("sglang", spec)

@@ -1,0 +1,262 @@
+"""Everything that can be wrong with a data file: one line that names the file, the line and the remedy."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mezzo.errors import DataError
+from mezzo.tasks import load_examples, readers
+
+GOOD = json.dumps({"text": "fine", "label": "positive"})
+
+SEMICOLONS = ": it looks separated by ';'; save it with commas: pandas.read_csv(OLD, sep=';').to_csv(NEW, index=False)"
+MAC = ": it has the line endings of old Macs (CR); save it with Unix ones (LF)"
+
+# file name → (content, what comes after the file's path)
+BROKEN: dict[str, tuple[bytes, str]] = {
+    "seventeen.jsonl": (
+        "\n".join([GOOD] * 16 + ['{"text": "x" "label": 1}', GOOD]).encode(),
+        ", line 17: bad JSON (Expecting ',' delimiter, column 14); fix or delete that line",
+    ),
+    "list.jsonl": (b"[1]\n", ", line 1: list is not an object with columns; write one object per row"),
+    "numbers.jsonl": (b'{"text": ' + b"9" * 5000 + b"}", ", line 1: bad JSON (ValueError); fix or delete that line"),
+    "deep.jsonl": (b"[" * 100_000, ", line 1: bad JSON (RecursionError); fix or delete that line"),
+    "empty.jsonl": (b"", ": the file has no rows; give one with data"),
+    "blank.jsonl": (b"\n \n", ": the file has no rows; give one with data"),
+    "empty.csv": (b"", ": the file has no rows; give one with data"),
+    "header.csv": (b"text,label\n", ": a header but no rows; give a file with data"),
+    "column.jsonl": (
+        b'{"text": "a", "label": 1}\n{"txt": "a", "extra": 1, "label": 1}\n',
+        ", line 2: no column 'text'; found 'txt', 'extra', 'label'; rename one, or "
+        "say which it is: --columns text=NAME (in Python, columns={'text': NAME})",
+    ),
+    "unlabelled.jsonl": (
+        b'{"text": "a"}\n',
+        ", line 1: no column 'label'; found 'text'; rename one, or "
+        "say which it is: --columns label=NAME (in Python, columns={'label': NAME})",
+    ),
+    "null.jsonl": (b'{"text": null, "label": 1}\n', ", line 1: 'text' is null; give a string"),
+    "nested.jsonl": (b'{"text": ["a"], "label": 1}\n', ", line 1: 'text' is not text; give a string"),
+    "nolabel.jsonl": (
+        b'{"text": "a", "label": null}\n',
+        ", line 1: no label; give one, or delete the row (in Python, load_examples skips such rows: labelled='skip')",
+    ),
+    "label.jsonl": (
+        b'{"text": "a", "label": "postive"}\n',
+        ", line 1: unknown label 'postive'; labels are negative, positive; did you mean 'positive'?",
+    ),
+    "id.tsv": (
+        b"text\tlabel\na\t1\nb\t2\n",
+        ", line 3: unknown label '2'; ids are 0 negative, 1 positive; a task file states others by id_order",
+    ),
+    "latin.jsonl": (
+        GOOD.encode() + b'\n{"text": "caf\xe9", "label": 1}\n',
+        ", line 2: not UTF-8 (byte 0xe9 at 14); save the file as UTF-8, or pass --encoding latin-1",
+    ),
+    "latin.json": (
+        b'[\n{"text": "caf\xe9", "label": 1}]',
+        ", line 2: not UTF-8 (byte 0xe9 at 14); save the file as UTF-8, or pass --encoding latin-1",
+    ),
+    "utf16.csv": (
+        "text,label\na,1\n".encode("utf-16"),
+        ", line 1: encoded as UTF-16; save the file as UTF-8",
+    ),
+    "ragged.csv": (
+        b"text,label\nfine,1\nfine, really,1\n",
+        ", line 3: 3 columns where 2 are expected; quote cells that contain the separator, or delete the line",
+    ),
+    "ragged.tsv": (
+        b"text\tlabel\nfine\n",
+        ", line 2: 1 columns where 2 are expected; quote cells that contain the separator, or delete the line",
+    ),
+    "semicolons.csv": (b"text;label\nfine, really;1\n", SEMICOLONS),
+    "semicolons-unknown.csv": (b"note;verdict\nfine;1\n", SEMICOLONS),
+    "semicolons-bare.csv": (b"fine;1\nbad;0\n", SEMICOLONS),
+    "mac.csv": (b"text,label\rfine,1\rbad,0\r", MAC),
+    "mac.tsv": (b"text\tlabel\rfine\t1\rbad\t0", MAC),
+    "mac.jsonl": ("\r".join([GOOD, GOOD]).encode(), MAC),
+    "quote.csv": (
+        b'text,label\nfine,1\n"open,1\nmore,0\n',
+        ", line 3: bad csv (unexpected end of data); close or double its quotes",
+    ),
+    "twice.csv": (b"text,text,label\na,b,1\n", ": the column 'text' appears twice; rename one"),
+    "object.json": (
+        b'{"text": "a", "label": 1}',
+        ": one object that is not a table; give a list of rows, or lists of equal length",
+    ),
+    "number.json": (b"3", ": int is not a table; give a list of objects, one per row"),
+    "bad.json": (b'[\n{"text": }\n]', ", line 2: bad JSON (Expecting value, column 10); fix or delete that line"),
+    "empty.json": (b"[]", ": the file has no rows; give one with data"),
+    "not.parquet": (b"PAR0", ": not a parquet file ("),
+    "data.xml": (
+        b"<a/>",
+        ": unknown file type '.xml'; use one of .jsonl, .ndjson, .json, .tsv, .csv, .txt, .parquet",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_file_gives_a_one_line_error(name: str, tmp_path: Path) -> None:
+    content, message = BROKEN[name]
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        load_examples(path, "sst-2")
+    shown = str(caught.value)
+    assert "\n" not in shown
+    assert shown.startswith(f"{path}{message}")
+    assert shown == f"{path}{message}" or message.endswith("(")  # pyarrow's own words follow
+
+
+def test_semicolons_in_text_are_allowed(tmp_path: Path) -> None:
+    path = tmp_path / "texts.csv"
+    path.write_text("fine; really\nbad\n", encoding="utf-8")
+    assert [e.fields["text"] for e in load_examples(path, "sst-2", labelled=False)] == ["fine; really", "bad"]
+    path.write_text("text;label\nfine;1\n", encoding="utf-8")
+    with pytest.raises(DataError, match="looks separated by ';'"):
+        load_examples(path, "sst-2", labelled="ignore")
+    path.write_bytes(b"text,label\r\nfine; really,1\r\n")
+    assert load_examples(path, "sst-2")[0].fields["text"] == "fine; really"
+
+
+def test_missing_file_suggests_a_similar_name(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text(GOOD, encoding="utf-8")
+    with pytest.raises(DataError, match=r"^no file '.*tran.jsonl'; did you mean 'train.jsonl'\?$"):
+        load_examples(tmp_path / "tran.jsonl", "sst-2")
+    with pytest.raises(DataError, match=r"^no file '.*x.jsonl'; check the path$"):
+        load_examples(tmp_path / "nowhere" / "x.jsonl", "sst-2")
+
+
+def test_folder_with_a_file_suffix_is_treated_as_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").mkdir()
+    with pytest.raises(DataError, match="is a folder: name a split; found no data files"):
+        load_examples(tmp_path / "a.jsonl", "sst-2")
+
+
+def test_overlong_line_is_rejected_before_it_fills_memory(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(readers, "MAX_LINE", 1000)
+    path = tmp_path / "one.jsonl"
+    path.write_text(GOOD + "\n" + "x" * 1001, encoding="utf-8")
+    with pytest.raises(DataError, match=r"one.jsonl, line 2: longer than 1,000 bytes; is this a data file\?$"):
+        load_examples(path, "sst-2")
+
+
+def test_long_cells_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "long.csv"
+    path.write_text("text,label\n" + "x" * 200_000 + ",1\n", encoding="utf-8")
+    assert len(load_examples(path, "sst-2")[0].fields["text"]) == 200_000
+
+
+def test_encoding_can_be_chosen(tmp_path: Path) -> None:
+    path = tmp_path / "latin.txt"
+    path.write_bytes("1 café\n".encode("latin-1"))
+    assert load_examples(path, "sst-2", encoding="latin-1")[0].fields == {"text": "café"}
+    with pytest.raises(DataError, match="unknown encoding 'latin-one'; use utf-8 or latin-1"):
+        load_examples(path, "sst-2", encoding="latin-one")
+
+
+def test_text_lines_are_rejected_for_pair_tasks(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.txt"
+    path.write_text("1 a b\n", encoding="utf-8")
+    with pytest.raises(DataError, match="a line holds one text, but the task has 'premise', 'hypothesis'; use jsonl"):
+        load_examples(path, "rte")
+
+
+def test_parquet_without_pyarrow_names_the_missing_package(tmp_path: Path, monkeypatch: Any) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"PAR1")
+    real = builtins.__import__
+
+    def no_pyarrow(name: str, *rest: Any, **options: Any) -> Any:
+        if name.startswith("pyarrow"):
+            raise ImportError(name)
+        return real(name, *rest, **options)
+
+    monkeypatch.setattr(builtins, "__import__", no_pyarrow)
+    with pytest.raises(DataError, match=r"reading parquet needs pyarrow; pip install pyarrow, or convert it to jsonl$"):
+        load_examples(path, "sst-2")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (3, "int is not data; give a path, a list of dicts or a dataset"),
+        ([], "the data: no rows; give data that has some"),
+        (["a"], "the data, row 1: str is not an object with columns; write one object per row"),
+        (
+            [{"text": "a", "label": None}],
+            "the data, row 1: no label; give one, or delete the row (in Python, load_examples skips such rows: labelled='skip')",
+        ),
+    ],
+)
+def test_wrong_objects_give_a_one_line_error(data: Any, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        load_examples(data, "sst-2")
+    assert str(caught.value) == message
+
+
+def outcome(data: Any, task: str, **options: Any) -> str:
+    """The message of the DataError, or nothing when there are examples. Any other exception is a failure."""
+    try:
+        assert load_examples(data, task, **options)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+fragments = st.sampled_from(
+    [*'{}[]",:\t\n\r 01x', '"text"', '"label"', "text", "label", "positive", "null", "1e999", "\ufeff", "\x00", "-1"]
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    content=st.binary(max_size=60) | st.lists(fragments, max_size=30).map(lambda parts: "".join(parts).encode()),
+    suffix=st.sampled_from([".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet"]),
+    task=st.sampled_from(["sst-2", "rte", "copa", "record", "squad", "cola"]),
+    labelled=st.sampled_from([True, False, "skip"]),
+)
+def test_arbitrary_bytes_load_or_give_a_one_line_error(
+    content: bytes, suffix: str, task: str, labelled: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / f"any{suffix}"
+    path.write_bytes(content)
+    shown = outcome(path, task, labelled=labelled)
+    assert shown == "" or (str(path) in shown and "\n" not in shown)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["text", "label", "passage", "qas", "answers", "questions", "entities"]), inner
+        )
+    ),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(
+        st.dictionaries(
+            st.sampled_from(["text", "label", "passage", "query", "entities", "answers", "qas"]), json_values
+        )
+    )
+)
+def test_arbitrary_rows_load_or_give_a_one_line_error(rows: list[dict[str, Any]]) -> None:
+    for task in ("sst-2", "record", "multirc", "squad"):
+        assert "\n" not in outcome(rows, task, labelled=False)
+
+
+def test_only_unlabelled_rows_is_an_error_with_skip() -> None:
+    with pytest.raises(DataError, match=r"^the data: no rows with a label; give data that has some$"):
+        load_examples([{"text": "a", "label": -1}], "sst-2", labelled="skip")

@@ -1,0 +1,263 @@
+"""The published tasks, one by one, and how a user's own tasks are found and checked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mezzo.errors import TaskError
+from mezzo.tasks import MLMConfig, Task, bundled_data, get_task, list_tasks
+from mezzo.types import Example
+
+T1 = "*cls**sent_0*_It_was*mask*.*sep+*"
+T2 = "*cls**sent-_0*?*mask*,*+sentl_1**sep+*"
+T3 = "*cls**sent_0**mask*,*+sentl_1**sep+*"
+T4 = "*cls**sent_0*_This_is*mask*.*sep+*"
+T5 = "*cls**mask*:*+sent_0**sep+*"
+SENTIMENT = {"negative": "terrible", "positive": "great"}
+NLI = {"contradiction": "No", "entailment": "Yes", "neutral": "Maybe"}
+RTE = {"entailment": "Yes", "not_entailment": "No"}
+SAME = {"not_duplicate": "No", "duplicate": "Yes"}
+DEGREES = dict(
+    zip(
+        ("very negative", "negative", "neutral", "positive", "very positive"),
+        ("terrible", "bad", "okay", "good", "great"),
+        strict=True,
+    )
+)
+TREC = {word.lower(): word for word in ("Description", "Entity", "Expression", "Human", "Location", "Number")}
+
+MASKED: dict[str, tuple[str, dict[str, str], int, str]] = {
+    "sst-2": (T1, SENTIMENT, 128, "accuracy"),
+    "mr": (T1, SENTIMENT, 128, "accuracy"),
+    "cr": (T1, SENTIMENT, 128, "accuracy"),
+    "mpqa": (T1, SENTIMENT, 128, "accuracy"),
+    "sst-5": (T1, DEGREES, 128, "accuracy"),
+    "subj": (T4, {"subjective": "subjective", "objective": "objective"}, 128, "accuracy"),
+    "cola": (T4, {"unacceptable": "incorrect", "acceptable": "correct"}, 128, "matthews"),
+    "trec": (T5, TREC, 128, "accuracy"),
+    "mnli": (T2, NLI, 256, "accuracy"),
+    "snli": (T2, NLI, 256, "accuracy"),
+    "qnli": (T2, RTE, 256, "accuracy"),
+    "rte": (T2, RTE, 256, "accuracy"),
+    "mrpc": (T3, SAME, 128, "f1"),
+    "qqp": (T3, SAME, 128, "f1"),
+    "reviews": ("*cls**sent_0*_I*mask*_it!*sep+*", {"negative": "hated", "positive": "loved"}, 128, "accuracy"),
+    "pairs": (T2, NLI, 256, "accuracy"),
+}
+
+# task: a row, the prompt it must give, and the answers in candidate order
+CAUSAL: dict[str, tuple[dict[str, Any], str, list[str]]] = {
+    "sst-2": ({"text": "fun ."}, "fun . It was", ["terrible", "great"]),
+    "rte": (
+        {"premise": "A.", "hypothesis": "B."},
+        'A.\nDoes this mean that "B." is true? Yes or No?\n',
+        ["Yes", "No"],
+    ),
+    "cb": (
+        {"premise": "A.", "hypothesis": "b"},
+        'Suppose A. Can we infer that "b"? Yes, No, or Maybe?\n',
+        ["Yes", "No", "Maybe"],
+    ),
+    "boolq": ({"passage": "P.", "question": "is it"}, "P. is it?\n", ["Yes", "No"]),
+    "wsc": (
+        {"text": "T.", "span1": "the cup", "span2": "it"},
+        'T.\nIn the previous sentence, does the pronoun "it" refer to the cup? Yes or No?\n',
+        ["No", "Yes"],
+    ),
+    "wic": (
+        {"word": "w", "sentence1": "A.", "sentence2": "B."},
+        'Does the word "w" have the same meaning in these two sentences? Yes, No?\nA.\nB.\n',
+        ["No", "Yes"],
+    ),
+    "multirc": (
+        {"paragraph": "P.", "question": "Q?", "answer": "a"},
+        'P.\nQuestion: Q?\nI found this answer "a". Is that correct? Yes or No?\n',
+        ["No", "Yes"],
+    ),
+    "copa": (
+        {"premise": "It fell.", "question": "cause", "choice1": "The wind blew.", "choice2": "I pushed."},
+        "It fell because",
+        ["the wind blew.", "I pushed."],
+    ),
+    "record": (
+        {"passage": "P.\n@highlight\nH", "query": "@placeholder won", "entities": ["Ann", "Bo"]},
+        "P.\n- H\n-",
+        ["Ann won", "Bo won"],
+    ),
+    "squad": (
+        {"title": "T", "context": "C.", "question": "Q?", "answers": ["x", "y"]},
+        "Title: T\nContext: C.\nQuestion: Q?\nAnswer:",
+        ["x", "y"],
+    ),
+    "drop": (
+        {"passage": "P.", "question": "Q?", "answers": ["3"]},
+        "Passage: P.\nQuestion: Q?\nAnswer:",
+        ["3"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masked_task_matches_the_published_one(name: str) -> None:
+    task = get_task(name)
+    assert (task.template, task.word_of, task.max_length, task.metric) == MASKED[name]
+    assert task.family == "masked"
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_causal_task_matches_the_published_one(name: str) -> None:
+    fields, prompt, answers = CAUSAL[name]
+    task = get_task(name, family="causal")
+    assert task.render(Example(fields)) == prompt
+    assert task.answers(Example(fields)) == answers
+
+
+def test_copa_effect_prompt_ends_with_so() -> None:
+    fields = {**CAUSAL["copa"][0], "question": "effect"}
+    assert get_task("copa").render(Example(fields)) == "It fell so"
+
+
+def test_no_other_tasks_are_registered() -> None:
+    listed = [(task.family, task.name) for task in list_tasks()]
+    assert sorted(listed) == sorted(
+        [("masked", name) for name in MASKED] + [("causal", name) for name in (*CAUSAL, "reviews")]
+    )
+
+
+@pytest.mark.parametrize("task", list_tasks(), ids=lambda task: f"{task.family}-{task.name}")
+def test_task_description_and_dict_round_trip(task: Task) -> None:
+    shown = task.describe()
+    assert shown["example"] and shown["words"] == task.word_of and shown["metric"] == task.metric
+    assert ("[MASK]" in shown["example"]) == (task.family == "masked")
+    assert get_task(task.as_dict()) == task
+
+
+def test_task_name_spelling_is_lenient_and_family_selects() -> None:
+    assert get_task("SST2") is get_task("sst_2") is get_task("sst-2")
+    assert get_task("sst-2", "causal").family == "causal"
+    assert get_task("copa").family == "causal"
+    assert get_task(get_task("rte")) is get_task("rte")
+
+
+TOML = """
+columns = ["body"]
+template = "{body} It is [MASK]."
+max_length = 64
+id_order = ["calm", "urgent"]
+[words]
+calm = "fine"
+urgent = "urgent"
+"""
+
+
+def test_task_from_a_toml_file(tmp_path: Path) -> None:
+    path = tmp_path / "tickets.toml"
+    path.write_text(TOML, encoding="utf-8")
+    task = get_task(str(path))
+    assert (task.name, task.columns, task.max_length) == ("tickets", ("body",), 64)
+    assert task.word_of == {"calm": "fine", "urgent": "urgent"}
+    assert task.id_orders["data"] == ("calm", "urgent")
+    assert task.render(Example({"body": "Printer on fire."})) == "Printer on fire. It is [MASK]."
+    assert get_task(task.as_dict()) == task
+
+
+MINE = {"columns": ["text"], "template": "It was [MASK].", "labels": ["a", "b"], "words": ["good", "bad"]}
+
+INVALID_TASKS: list[tuple[dict[str, Any], str]] = [
+    ({"lables": ["a"]}, "your task: unknown key 'lables'; did you mean 'labels'?"),
+    ({"family": "mask"}, "task 'custom': family 'mask' is not one of masked, causal; did you mean 'masked'?"),
+    ({"metric": "f2"}, "task 'custom': metric 'f2' is not one of accuracy, f1, matthews; did you mean 'f1'?"),
+    ({"max_length": 0}, "task 'custom': max_length is 0; give a positive number of tokens"),
+    ({"columns": "text"}, "task 'custom': columns is 'text'; give a list, such as ['text']"),
+    ({"template": 3}, "task 'custom': template is 3; give a string"),
+    ({"id_orders": ["a", "b"]}, "task 'custom': id_orders is ['a', 'b']; give a table"),
+    ({"columns": []}, "task 'custom': no columns; name the data's text columns, such as columns = ['text']"),
+    ({"words": ["good"]}, "task 'custom': 1 words for 2 labels; give one word per label, in order"),
+    ({"words": ["good", "good"]}, "task 'custom': 'good' appears twice in words; each must be different"),
+    ({"words": ["good", " "]}, "task 'custom': the word of label 'b' is empty"),
+    ({"words": {"a": "good", "c": "bad"}}, "task 'custom': a word for 'c', but the labels are a, b"),
+    ({"words": {"a": "good"}}, "task 'custom': no word for label 'b'; give one per label"),
+    (
+        {"labels": ["a"], "words": ["good"]},
+        "task 'custom': 1 labels; name at least two, such as labels = ['negative', 'positive']",
+    ),
+    (
+        {"id_orders": {"mine": ["a", "c"]}},
+        "task 'custom': the id order of 'mine' is ('a', 'c'); it must list each of ('a', 'b') once",
+    ),
+    ({"id_order": "mine"}, "task 'custom': id_order 'mine' is not declared in id_orders (none)"),
+    ({"kind": "choice"}, "task 'custom': a choice task needs a causal model; set family = 'causal'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), INVALID_TASKS)
+def test_invalid_task_is_rejected_with_a_remedy(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TaskError) as caught:
+        get_task({**MINE, **changes})
+    assert str(caught.value) == message
+
+
+def test_missing_key_file_or_name_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(
+        TaskError, match=r"^your task: no 'template'; a task needs columns, template, labels and words$"
+    ):
+        get_task({"columns": ["text"]})
+    with pytest.raises(TaskError, match=r"cannot read the task file .*: No such file"):
+        get_task(str(tmp_path / "none.toml"))
+    (tmp_path / "bad.toml").write_text("columns = [\n=", encoding="utf-8")
+    with pytest.raises(TaskError, match=r"bad.toml: not valid TOML: .*line 2"):
+        get_task(str(tmp_path / "bad.toml"))
+    with pytest.raises(TaskError, match=r"^unknown task 'mnil'; did you mean 'mnli'[?]$"):
+        get_task("mnil")
+    with pytest.raises(TaskError, match=r"^unknown task 'qqqqqqqq'; known: sst-2, .*or a path that ends in .toml$"):
+        get_task("qqqqqqqq")
+    with pytest.raises(TaskError, match=r"^task 'mnli' is masked, not causal; the causal tasks are boolq"):
+        get_task("mnli", "causal")
+    with pytest.raises(TaskError, match="is masked, but causal was requested"):
+        get_task({**MINE, "family": "masked"}, "causal")
+    assert get_task({**MINE, "template": "It was"}, "causal").family == "causal"
+
+
+def test_replace_validates_the_new_task() -> None:
+    task = get_task("sst-2").replace(
+        template="{text} All in all, [MASK].", words={"positive": "good", "negative": "bad"}
+    )
+    assert task.words == ("bad", "good")
+    with pytest.raises(TaskError, match="has no mask"):
+        task.replace(template="{text}")
+    with pytest.raises(TaskError, match=r"^a task has no 'tempalte'; did you mean 'template'[?]$"):
+        task.replace(tempalte="x")
+
+
+def test_mlm_config_accepts_label_names_or_ids() -> None:
+    sst2, mnli = get_task("sst-2"), get_task("mnli")
+    named = MLMConfig("{text} So [MASK].", {"positive": "good", "negative": "bad"}).apply(sst2)
+    assert (named.template, named.word_of) == ("{text} So [MASK].", {"negative": "bad", "positive": "good"})
+    assert MLMConfig(label_word_mapping={0: "bad", 1: "good"}).apply(sst2).word_of == named.word_of
+    assert MLMConfig(label_word_mapping={"0": "bad", "1": "good"}).apply(sst2).word_of == named.word_of
+    assert MLMConfig(use_space_prefix=False).apply(sst2).space_prefix is False
+    # sources disagree on MNLI's ids, so the ids themselves become the labels, unless the task says which source
+    by_id = MLMConfig(label_word_mapping={0: "Yes", 1: "Maybe", 2: "No"})
+    assert by_id.apply(mnli).word_of == {"0": "Yes", "1": "Maybe", "2": "No"}
+    assert by_id.apply(mnli.replace(id_order="hub")).word_of == mnli.word_of
+    with pytest.raises(TaskError, match="label_word_mapping has ids"):
+        MLMConfig(label_word_mapping={1: "bad", 2: "good"}).apply(sst2)
+    with pytest.raises(TaskError, match="a word for 'postive', but the labels are negative, positive; did you mean"):
+        MLMConfig(label_word_mapping={"negative": "bad", "postive": "good"}).apply(sst2)
+
+
+def test_bundled_data_is_none_for_tasks_without_data() -> None:
+    assert bundled_data("sst-2", "train") is None
+    found = bundled_data("reviews", "train")
+    assert found is None or found.name == "train.jsonl"
+
+
+def test_importing_tasks_imports_no_torch_and_no_transformers() -> None:
+    code = "import sys, mezzo.tasks; print([m for m in ('torch', 'transformers', 'pyarrow') if m in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
