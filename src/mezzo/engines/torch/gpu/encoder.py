@@ -108,8 +108,8 @@ class JointLinear:
         low_rank = [layer for layer in layers if layer is not None]
         self.factors = low_rank[0].buffer.factors(low_rank) if low_rank else None
         numbers = iter(range(len(low_rank)))
-        self.places = tuple(-1 if layer is None else next(numbers) for layer in layers)
-        """Which of the factors belong to which of the layers."""
+        self.factor_numbers = tuple(-1 if layer is None else next(numbers) for layer in layers)
+        """For each of the layers the number of its factors; −1: it has none."""
         few = (
             self.factors is not None and len(self.factors.components) == 1 and self.factors.rank <= norms.MAX_TERM_RANK
         )
@@ -149,11 +149,11 @@ class JointLinear:
     def _product_with_factors(self, x: Tensor, factors: lowrank.Factors) -> tuple[Tensor, lowrank.LowRankTerm]:
         y, width = torch.mm(x, self.stacked.T), len(self.weight)
         t = y[None, :, width : width + self.factor_lines]
-        return y[:, :width], lowrank.LowRankTerm(t, factors, self.population.point.scales, self.places, self.up)
+        return y[:, :width], lowrank.LowRankTerm(t, factors, self.population.point.scales, self.factor_numbers, self.up)
 
     def _term(self, x: Tensor, factors: lowrank.Factors) -> lowrank.LowRankTerm:
         scales = self.population.point.scales
-        return lowrank.LowRankTerm(lowrank.project_down(x, factors, scales), factors, scales, self.places)
+        return lowrank.LowRankTerm(lowrank.project_down(x, factors, scales), factors, scales, self.factor_numbers)
 
     def _stack_weights(self, linears: Sequence[nn.Linear]) -> Tensor:
         """The weights below each other in one tensor, of which the model's own become views, and lines for factors below them."""

@@ -19,7 +19,7 @@ from mezzo.engines.torch.gpu.graph_ops import GraphOps
 from mezzo.engines.torch.gpu.kernels import lowrank
 
 NAME = "low-rank kernels"
-LARGEST_RANK = 32
+MAX_RANK = 32
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,14 @@ class FactorBuffer:
     """Where the factors of layers lie, and how these are scaled."""
 
     rank: int
-    factor: float
-    parts: Tensor
+    scaling: float
+    components: Tensor
+    """As `lowrank.Factors` has them."""
 
     def factors(self, layers: Sequence[LowRankLinear]) -> lowrank.Factors:
-        up_at = torch.tensor([layer.up for layer in layers], device=self.parts.device)
-        return lowrank.Factors(self.rank, self.factor, self.parts, tuple(layer.down for layer in layers), up_at)
+        down_offsets = tuple(layer.down for layer in layers)
+        up_offsets = torch.tensor([layer.up for layer in layers], device=self.components.device)
+        return lowrank.Factors(self.rank, self.scaling, self.components, down_offsets, up_offsets)
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,8 @@ def find_factors(module: nn.Module, trained: TrainedModule, modules: TrainedModu
 
 
 def _rank_refusal(rank: int) -> str:
-    fits = rank <= LARGEST_RANK and rank & (rank - 1) == 0
-    return "" if fits else f"rank {rank} is not a power of two up to {LARGEST_RANK}"
+    fits = rank <= MAX_RANK and rank & (rank - 1) == 0
+    return "" if fits else f"rank {rank} is not a power of two up to {MAX_RANK}"
 
 
 def choose(parent_path: str, parent: nn.Module, modules: TrainedModules) -> Iterator[tuple[nn.Module, Choice]]:
@@ -98,7 +100,7 @@ def choose(parent_path: str, parent: nn.Module, modules: TrainedModules) -> Iter
         key: tuple[object, ...] = (
             layer.module.in_features,
             layer.buffer.rank,
-            len(layer.buffer.parts),
+            len(layer.buffer.components),
             name in OUTPUT_LINEARS,
             layer.module.bias is not None,
             layer.bias is not None,
