@@ -71,12 +71,13 @@ class Population:
 
     def apply(self, update: Update) -> None:
         """θ ← keep·θ − Σ c·z, rounded as `update_values` does."""
-        self.move(DeviceUpdate(update, self.source.device))
+        self.apply_on_device(DeviceUpdate(update, self.source.device))
 
-    def move(self, move: DeviceUpdate) -> None:
+    def apply_on_device(self, update: DeviceUpdate) -> None:
+        """The same for an update whose seeds and coefficients may be in device memory only."""
         for flat in self.flat_buffers:
-            self.ops.update_flat(flat, move)
-        self.ops.update_matrices([(self.trained[name], tensor) for name, tensor in self.large.items()], move)
+            self.ops.update_flat(flat, update)
+        self.ops.update_matrices([(self.trained[name], tensor) for name, tensor in self.large.items()], update)
 
     # ---- the members of a forward
 

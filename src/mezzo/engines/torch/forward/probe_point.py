@@ -58,9 +58,9 @@ class DeviceUpdate:
     @classmethod
     def in_memory(cls, terms: int, keys: Tensor, coefs: Tensor) -> DeviceUpdate:
         """An update of so many terms, whose seeds and coefficients kernels read from device memory when they run."""
-        move = cls(Update(((0, 1.0),) * terms), keys.device)
-        move.__dict__.update(keys=keys, coefs=coefs)
-        return move
+        update = cls(Update(((0, 1.0),) * terms), keys.device)
+        update.__dict__.update(keys=keys, coefs=coefs)
+        return update
 
     @cached_property
     def keys(self) -> Tensor:

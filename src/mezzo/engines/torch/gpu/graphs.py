@@ -153,6 +153,6 @@ class Graphs:
         return forward.run()
 
 
-def shape_key(rows: PaddedRows, batch: Batch, point: ProbePoint, trims: bool) -> Hashable:
+def shape_key(rows: PaddedRows, batch: Batch, point: ProbePoint, trim_last_layer: bool) -> Hashable:
     """What must agree for one graph to serve two forwards."""
-    return rows.shapes, rows.has_padding, batch.readout, len(point.probes), len(point.seeds), trims
+    return rows.shapes, rows.has_padding, batch.readout, len(point.probes), len(point.seeds), trim_last_layer

@@ -20,7 +20,7 @@ from mezzo.engines.torch.gpu.graph_ops import GraphOps
 from mezzo.engines.torch.gpu.kernels import lowrank
 
 NAME = "low-rank kernels"
-LARGEST_RANK = 32
+MAX_RANK = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +70,8 @@ def find_factors(path: str, module: nn.Module, modules: TrainedModules) -> LowRa
     else:
         down, up, scaling = f"{weight}/V", f"{weight}/U", rank**-0.5
         components, offsets = ops.factor_noise[None], ops.factor_offsets
-    if rank > LARGEST_RANK or rank & (rank - 1):
-        return f"rank {rank} is not a power of two up to {LARGEST_RANK}"
+    if rank > MAX_RANK or rank & (rank - 1):
+        return f"rank {rank} is not a power of two up to {MAX_RANK}"
     bias = trained.tensors.get("bias")
     return LowRankLinear(module, path, bias, rank, scaling, components, offsets[down], offsets[up])
 
