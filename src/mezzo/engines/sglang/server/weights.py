@@ -52,7 +52,7 @@ class UploadedLora:
 
     @torch.no_grad()
     def apply(self, updates: Sequence[Update]) -> None:
-        self.population.replay(updates)
+        self.population.apply_all(updates)
 
     def state(self) -> dict[str, Array]:
         return {name: to_numpy(self.population.value(name)) for name in self.population.trained}
@@ -91,7 +91,7 @@ class ServerMatrices:
 
     @torch.no_grad()
     def state(self) -> dict[str, Array]:
-        self.copy.replay(self.pending_updates)
+        self.copy.apply_all(self.pending_updates)
         self.pending_updates = []
         return {t.name: to_numpy(self.copy.value(t.name)) for t in self.trained}
 

@@ -62,7 +62,7 @@ class Population:
                 return tensors[name]
         raise KeyError(name)
 
-    def replay(self, updates: Sequence[Update]) -> None:
+    def apply_all(self, updates: Sequence[Update]) -> None:
         """One update after the other; each ends a step, so its noise is not needed again."""
         for update in updates:
             if not update.empty:
@@ -71,12 +71,12 @@ class Population:
 
     def apply(self, update: Update) -> None:
         """θ ← keep·θ − Σ c·z, rounded as `update_values` does."""
-        self.move(DeviceUpdate(update, self.source.device))
+        self.apply_on_device(DeviceUpdate(update, self.source.device))
 
-    def move(self, move: DeviceUpdate) -> None:
+    def apply_on_device(self, update: DeviceUpdate) -> None:
         for flat in self.flat_buffers:
-            self.ops.update_flat(flat, move)
-        self.ops.update_matrices([(self.trained[name], tensor) for name, tensor in self.large.items()], move)
+            self.ops.update_flat(flat, update)
+        self.ops.update_matrices([(self.trained[name], tensor) for name, tensor in self.large.items()], update)
 
     # ---- the members of a forward
 

@@ -73,7 +73,7 @@ class CapturedUpdate:
     def launch(self) -> None:
         """Launch the copy and the kernels one by one, or add them to the graph that is being captured."""
         self.staging.copy()
-        self.engine.population.move(self.update)
+        self.engine.population.apply_on_device(self.update)
 
 
 class CapturedForward:

@@ -44,7 +44,7 @@ class PendingUpdate:
         self.update = DeviceUpdate.in_memory(1, self.words[:1], self.coefs)
 
     def apply(self) -> None:
-        self.engine.population.move(self.update)
+        self.engine.population.apply_on_device(self.update)
 
     def discard(self) -> None:
         self.words.copy_(self.identity)
