@@ -10,7 +10,10 @@ prompts with demonstrations do.
 from __future__ import annotations
 
 import argparse
+import cProfile
+import io
 import json
+import pstats
 import statistics
 import tempfile
 import time
@@ -23,10 +26,12 @@ import torch
 
 from mezzo.engines import open_engine
 from mezzo.engines.base import EngineSpec
+from mezzo.engines.sglang import token_rows as sglang_rows
+from mezzo.engines.sglang.inprocess.worker import Worker
 from mezzo.engines.sglang.requests import scoring_body
-from mezzo.engines.sglang.token_rows import token_rows
+from mezzo.engines.sglang.token_rows import MIN_SHARED_TOKENS, token_rows
 from mezzo.method.space import Space
-from mezzo.types import Batch, Probe, Prompt, Readout, Update
+from mezzo.types import Batch, Probe, Prompt, Readout, Scores, Update
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 EPS = 1e-2
@@ -72,10 +77,19 @@ def step(engine: Any, batch: Batch, number: int) -> Any:
     return scores
 
 
+def score_base(worker: Worker, batch: Batch) -> Scores:
+    """In a worker: the scores of the base model under no adapter."""
+    weights, worker.weights = worker.weights, None
+    try:
+        return worker.score(batch, (Probe(),), len(batch), 1)[0]
+    finally:
+        worker.weights = weights
+
+
 def run_bare_calls(engine: Any, batch: Batch) -> None:
     """Score the batch twice by a call into the workers, under no adapter."""
     for _ in range(2):
-        engine.channel.call("score_base", batch=batch, rows=len(batch))
+        engine.channel.call(score_base, batch=batch)
 
 
 def run_requests(engine: Any, batch: Batch) -> None:
@@ -83,8 +97,26 @@ def run_requests(engine: Any, batch: Batch) -> None:
     rows = token_rows(batch)
     for _ in range(2):
         engine.engine.generate(**scoring_body(rows, [None] * len(rows), batch.readout))
-        while not engine.channel.call("flush_cache"):
+        while not engine.channel.call(Worker.flush_cache):
             time.sleep(0.001)
+
+
+def set_min_shared_tokens(worker: Worker, count: int) -> None:
+    """In a worker: how many tokens rows must have in common to share them."""
+    sglang_rows.MIN_SHARED_TOKENS = count
+
+
+def profile_score(worker: Worker, kernels: bool, **values: Any) -> str:
+    """In a worker: a profile of scoring, of the host or of the device's kernels."""
+    if kernels:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as device_profile:
+            worker.score(**values)
+        return str(device_profile.key_averages().table(sort_by="cuda_time_total", row_limit=40))
+    profile, text = cProfile.Profile(), io.StringIO()
+    profile.runcall(worker.score, **values)
+    for order in ("cumtime", "tottime"):
+        pstats.Stats(profile, stream=text).sort_stats(order).print_stats(80)
+    return text.getvalue()
 
 
 def time_in_turns(cases: dict[str, Callable[[Batch, int], object]], batches: list[Batch]) -> dict[str, list[float]]:
@@ -154,9 +186,9 @@ def measure(sglang: Any, reference: Any, options: Any, results: dict[str, Any], 
     count, length = options.batch, options.length
 
     def step_without_sharing(batch: Batch, number: int) -> None:
-        sglang.share_prefixes = False
+        sglang.channel.call(set_min_shared_tokens, count=10**9)
         step(sglang, batch, number)
-        sglang.share_prefixes = True
+        sglang.channel.call(set_min_shared_tokens, count=MIN_SHARED_TOKENS)
 
     first = Update(((5, float(np.float32(0.01))),))  # LoRA's B starts at zero, where noise on A changes nothing
     for engine in (sglang, reference):
@@ -186,7 +218,7 @@ def measure(sglang: Any, reference: Any, options: Any, results: dict[str, Any], 
     arguments = {"batch": make_batch(count, length, 0, 55), "probes": (Probe(((8, EPS),)), Probe(((8, -EPS),)))}
     arguments |= {"rows": count, "members": 2}
     for kernels in (False, True)[: 2 if options.kernels else 1]:
-        text = sglang.channel.call("profile", function="score", values=arguments, kernels=kernels)
+        text = sglang.channel.call(profile_score, kernels=kernels, **arguments)
         options.out.with_suffix(".kernels.txt" if kernels else ".host.txt").write_text(text)
         note("kernels" if kernels else "profile")
 

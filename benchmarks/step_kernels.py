@@ -85,8 +85,8 @@ def main() -> None:
 def show(options: argparse.Namespace) -> None:
     config = from_mapping({"dtype": options.dtype, "batch_size": options.batch_size, "model": options.model})
     case = Case(config, options.model, options.batch_size, options.length, 1)
-    check_case(case, 0.0)
-    setting = build_setting(case, 0.0)
+    check_case(case)
+    setting = build_setting(case)
     with ExitStack() as stack:
         spaces = [parse_space(text) for text in options.space.split(",")]
         makers = contender_factories(config, setting, spaces, False, stack)

@@ -42,7 +42,9 @@ def open_engine(model: str, space: str, cores: list[int], rows: int) -> PoolEngi
     """An engine with one worker pinned to each core."""
     family = family_of(load_config(model))
     spec = EngineSpec(model, family, Space(space), rows, device="cpu", threads=1, pad_id=1)
-    engine = PoolEngine(ProcessTransport(), WorkerSpec(ENGINES["torch"], spec), len(cores))
+    engine = PoolEngine(
+        ProcessTransport(), WorkerSpec(ENGINES["torch"], spec), len(cores), timeout=None, check_every=100
+    )
     while engine.ready_count < len(cores):
         engine.score(make_batch(2, 1000, 0), [Probe()])
     for pid, core in zip(worker_pids(engine), cores, strict=True):

@@ -82,7 +82,7 @@ def main() -> None:
 def measure(worker_count: int, all_at_once: bool, options: argparse.Namespace) -> tuple[float, float]:
     """Microseconds and bytes per unit, with two units per worker and step."""
     spec = WorkerSpec(EngineInfo(factory=""), EngineSpec("", "masked", Space("lora"), options.examples))
-    engine = PoolEngine(MockTransport(all_at_once), spec, worker_count, check_every=0)
+    engine = PoolEngine(MockTransport(all_at_once), spec, worker_count, timeout=None, check_every=0)
     engine.micro_batch = MicroBatch(rows=options.examples)
     rng = np.random.default_rng(0)
     shape = (options.examples * 2 * worker_count, options.tokens)

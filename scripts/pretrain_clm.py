@@ -1,7 +1,7 @@
 """Pre-train a small Llama on a text file, with its tokenizer: `python scripts/pretrain_clm.py TEXT --out DIR`.
 
-Documents stand between `<s>` and `</s>`; a row starts with `<s>` at a sentence and runs on over document ends. Opinion
-words count more in the loss. The defaults made the bundled `llama-mini` on one H200.
+Documents are separated by `</s>` and `<s>`; a row starts with `<s>` and a sentence and continues across document ends.
+Opinion words have a larger weight in the loss. The defaults made the bundled `llama-mini` on one H200.
 """
 
 import torch
@@ -32,18 +32,18 @@ def build(setup: Setup) -> LlamaForCausalLM:
         pad_token_id=pad,
         eos_token_id=eos,
     )
-    make = LlamaForCausalLM
-    model = make.from_pretrained(args.start, dtype=torch.float32) if args.start else make(config)
+    cls = LlamaForCausalLM
+    model = cls.from_pretrained(args.start, dtype=torch.float32) if args.start else cls(config)
     model = model.to(setup.device)
     if args.compile:
-        # By parts: the layers share one compiled graph, which takes seconds where the whole model takes minutes.
-        for part in (model.model.norm, *model.model.layers):
-            part.compile(dynamic=False)
+        # Compile modules, not the model: the layers share one compiled graph, which takes seconds and not minutes.
+        for module in (model.model.norm, *model.model.layers):
+            module.compile(dynamic=False)
     return model
 
 
 class NextTokenLoss:
-    """The loss of a batch drawn from the corpus."""
+    """The loss of a random batch of the corpus."""
 
     def __init__(self, setup: Setup):
         self.setup, self.generator = setup, setup.generator(setup.args.seed)
@@ -65,7 +65,7 @@ def hidden_states(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def evaluate(model: PreTrainedModel, setup: Setup) -> dict[str, float]:
-    """Held-out loss a token (plain text, the longest rows, no weights), and zero-shot sentiment."""
+    """Held-out loss per token (plain text, longest rows, unweighted), and zero-shot sentiment accuracy."""
     rows, length = 256 if setup.device.type == "cuda" else 8, max(setup.args.lengths)
     ids = sample_rows(setup.heldout, rows, length + 1, Mix(0, 0), setup.specials, setup.generator(1), fill=True)
     results = {"heldout_loss": head_loss(model.lm_head, hidden_states(model, ids[:, :-1]), ids[:, 1:]).item()}
@@ -76,7 +76,7 @@ def evaluate(model: PreTrainedModel, setup: Setup) -> dict[str, float]:
 
 
 def last_hidden(model: PreTrainedModel, ids: Tensor, pad: int) -> Tensor:
-    """The state at the last real token. Padding stands on the right, where earlier positions do not see it."""
+    """The hidden state at the last token before padding. Padding is on the right: no earlier position attends to it."""
     last = (ids != pad).sum(1) - 1
     return hidden_states(model, ids)[torch.arange(len(ids), device=ids.device), last]
 

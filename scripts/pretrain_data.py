@@ -1,4 +1,4 @@
-"""Text for pre-training: read documents, split and re-style sentences, and sample training rows on the device."""
+"""Text for pre-training: read documents, split and restyle sentences, and sample training rows on the device."""
 
 import gzip
 import lzma
@@ -29,8 +29,8 @@ _TREEBANK = [
     (re.compile(r"[;!?()\[\]]|[,:](?!\d)"), r" \g<0> "),
     (re.compile(r"(?<!\.)\.(?=[\s')\"]*$)"), " ."),
 ]
-# Opinions about films. A masked or next word from this list asks the model what the writer thought, so these words,
-# and short sentences that hold one, are seen more often than the text would have it.
+# Opinion words about films. Predicting one of them requires understanding the writer's opinion, so these words, and short
+# sentences that contain one, are sampled more often than they occur.
 FOCUS_WORDS = (  # noqa: SIM905
     "great terrible good bad okay awful wonderful excellent horrible boring amazing brilliant best worst perfect poor "
     "stupid fantastic beautiful dull funny fun superb ridiculous lame pathetic disappointing entertaining enjoyable "
@@ -49,20 +49,20 @@ def read_documents(path: Path, limit: int | None = None) -> list[str]:
 
 
 def sentences(document: str) -> list[str]:
-    """A document cut at sentence ends; joined by spaces, the pieces give the document back (but for its spacing)."""
+    """Split a document into sentences; joined with spaces they give the document, except for its spacing."""
     cuts = [0, *(match.end() for match in _SENTENCE_END.finditer(document)), len(document)]
-    return [piece for a, b in pairwise(cuts) if (piece := " ".join(document[a:b].split()))]
+    return [sentence for a, b in pairwise(cuts) if (sentence := " ".join(document[a:b].split()))]
 
 
 def treebank_form(sentence: str) -> str:
-    """The sentence as SST-2 and its kin write it: lower case, spaces around punctuation, `n't` and `'s` split off."""
+    """The sentence as written in SST-2: lower case, spaces around punctuation, `n't` and `'s` split off."""
     for pattern, replacement in _TREEBANK:
         sentence = pattern.sub(replacement, sentence)
     return " ".join(sentence.lower().split())
 
 
 class _Words(dict[str, list[int]]):
-    """Word → token ids. Byte-level BPE never merges over a space, so each distinct word is encoded once."""
+    """Word → token ids. Byte-level BPE never merges across a space, so each distinct word is encoded once."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -75,15 +75,15 @@ class _Words(dict[str, list[int]]):
 def _encode(
     documents: list[tuple[int, str]], tokenizer_json: str
 ) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
-    """For numbered documents: the tokens and sentence lengths of both forms, and each document's sentence count."""
+    """Encode numbered documents: tokens and sentence lengths in both forms, and the sentence count of each document."""
     tokenizer = Tokenizer.from_str(tokenizer_json)
     tokenizer.encode_special_tokens = True  # a "<mask>" in the text is text
     split = [sentences(document) for _, document in documents]
-    # One document in 32 has a line break after each sentence, so that the token of a line break is a trained one.
+    # One document in 32 has a line break after each sentence, so that the line-break token is trained.
     plain = [
-        f"{s}\n" if i % 32 == 0 else f" {s}" for (i, _), pieces in zip(documents, split, strict=True) for s in pieces
+        f"{s}\n" if i % 32 == 0 else f" {s}" for (i, _), parts in zip(documents, split, strict=True) for s in parts
     ]
-    treebank = [f" {treebank_form(s)}" for pieces in split for s in pieces]
+    treebank = [f" {treebank_form(s)}" for parts in split for s in parts]
     tokens, lengths = [], []
     words = _Words(tokenizer)
     for form in (plain, treebank):
@@ -99,11 +99,11 @@ class Corpus:
 
     tokens: Tensor  # int16: the plain form, then the treebank form
     start: Tensor  # (2, sentences + 1): where each sentence starts in `tokens`, by form
-    first: Tensor  # of each sentence, the first sentence of its document
-    last: Tensor  # and one past the last
-    focus: Tensor  # of each token id, whether it is a focus word
-    focus_sentences: Tensor  # short sentences that hold a focus word and do not open their document
-    focus_weights: Tensor  # cumulative sampling weights of these
+    first: Tensor  # per sentence: the first sentence of its document
+    last: Tensor  # per sentence: one past the last sentence of its document
+    focus: Tensor  # per token id: whether it is a focus word
+    focus_sentences: Tensor  # short sentences with a focus word that do not begin their document
+    focus_weights: Tensor  # their cumulative sampling weights
     bare: Tensor  # token of " word" → token of "word", where both exist
 
     @property
@@ -117,13 +117,16 @@ class Corpus:
 def build_corpus(
     documents: list[str], tokenizer: Tokenizer, *, end: Sequence[int] = (), balance: float = 0.7
 ) -> Corpus:
-    """Tokenise documents on all cores. `end`: tokens put after each document. `balance`: how far rare focus words are
-    brought up, from 0 (sentences as frequent as their words) to 1 (all words equally frequent)."""
+    """Tokenise documents on all cores.
+
+    `end`: tokens appended to each document. `balance`: how much rare focus words are favoured, from 0 (not at all) to
+    1 (all focus words equally frequent).
+    """
     numbered, size = list(enumerate(documents)), 2000
     chunks = [numbered[i : i + size] for i in range(0, len(numbered), size)]
     json = tokenizer.to_str()
     if len(chunks) > 1:
-        # Forked, where there is a choice: a fresh process would import torch and transformers again to count words.
+        # Fork where possible: a spawned process would import torch and transformers again.
         context = get_context("fork" if "fork" in get_all_start_methods() else None)
         with ProcessPoolExecutor(min(os.cpu_count() or 1, len(chunks)), mp_context=context) as pool:
             parts = list(pool.map(_encode, chunks, [json] * len(chunks)))
@@ -159,10 +162,10 @@ def build_corpus(
 def _focus(
     tokens: np.ndarray, start: np.ndarray, first: np.ndarray, tokenizer: Tokenizer, balance: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Which ids are focus words; the short sentences that hold one; and the weight of each, by its rarest such word."""
-    pieces = [tokenizer.encode(f" {word}", add_special_tokens=False).ids for word in FOCUS_WORDS]
+    """Which ids are focus words; the short sentences that contain one; and their weights, by their rarest focus word."""
+    encoded = [tokenizer.encode(f" {word}", add_special_tokens=False).ids for word in FOCUS_WORDS]
     focus = np.zeros(tokenizer.get_vocab_size(), dtype=bool)
-    focus[[ids[0] for ids in pieces if len(ids) == 1]] = True
+    focus[[ids[0] for ids in encoded if len(ids) == 1]] = True
     where = np.flatnonzero(focus[tokens])
     sentence = np.searchsorted(start, where, side="right") - 1
     rarity = np.bincount(tokens, minlength=len(focus)).clip(1).astype(float) ** -balance
@@ -184,12 +187,12 @@ def _bare(tokenizer: Tokenizer) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Mix:
-    """What training rows are made of: shares of rows."""
+    """The kinds of training rows, as shares of rows."""
 
     focus: float = 0.35  # rows around a short sentence with a focus word
     treebank: float = 0.4  # rows that begin in treebank form
-    mixed: float = 0.5  # of those, the share that goes on in plain form, as prompts do
-    spans: float = 0.0  # rows of the others that start and stop anywhere in a document, in mid-sentence
+    mixed: float = 0.5  # of those, the share that continues in plain form, as prompts do
+    spans: float = 0.0  # rows that start and end anywhere in a document, also in mid-sentence
 
 
 def sample_rows(
@@ -201,14 +204,14 @@ def sample_rows(
     generator: torch.Generator,
     fill: bool,
 ) -> Tensor:
-    """Random rows of `length` token ids, all work on the device.
+    """Sample random rows of `length` token ids, on the device.
 
-    A row is `<s>`, some sentences that lead to a pivot sentence, the pivot and what follows it. With `fill` the row
-    runs on to its full length, over document ends; otherwise it stops at a sentence end, `</s>`, and is padded.
+    A row is `<s>`, some sentences before a pivot sentence, the pivot and the text after it. With `fill` the row continues
+    to its full length, across document ends; otherwise it ends with a sentence and `</s>`, and is padded.
     """
     bos, pad, eos = specials
     device, count = corpus.tokens.device, corpus.first.numel()
-    flat = corpus.start.flatten()  # sorted: the second form lies behind the first
+    flat = corpus.start.flatten()  # sorted: the second form follows the first
     draw = torch.rand(7, rows, device=device, generator=generator, dtype=torch.float64)
     pivot = (draw[0] * count).long()
     if mix.focus and corpus.focus_sentences.numel():
@@ -225,7 +228,7 @@ def sample_rows(
     if fill:
         len_b = room - len_a
     else:
-        # Half of the short rows stop after the pivot: the prompt of a sentence task ends so.
+        # Half of the short rows end after the pivot, as prompts of sentence tasks do.
         single = (draw[5] < 0.5) & (length <= 64)
         stop = flat[form_b * (count + 1) + torch.where(single, pivot + 1, corpus.last[pivot])]
         limit = torch.minimum(stop, b + room - len_a)
@@ -235,7 +238,7 @@ def sample_rows(
             anywhere = draw[6] < mix.spans
             start = (draw[0] * corpus.start[0, -1]).long()
             inside = torch.searchsorted(corpus.start[0], start, right=True) - 1
-            form = form_a * (count + 1)  # from the same token of the sentence, or its last, in the row's form
+            form = form_a * (count + 1)  # start at the same token of the sentence, or at its last, in the row's form
             begin = torch.minimum(flat[form + inside] + start - corpus.start[0, inside], flat[form + inside + 1] - 1)
             stop = torch.minimum(begin + room, flat[form + corpus.last[inside]])
             len_a, b = torch.where(anywhere, 0, len_a), torch.where(anywhere, begin, b)

@@ -1,8 +1,8 @@
 """Pre-train a small RoBERTa on a text file, with its tokenizer: `python scripts/pretrain_mlm.py TEXT --out DIR`.
 
-Rows are spans of one document, cut at sentence ends. 17% of the tokens are to be guessed, 35% of the opinion words,
-80/10/10 masked, replaced, kept, as in BERT. The defaults made the first part of the bundled
-`roberta-mini` on one H200; its card has the options of the second.
+Rows are spans of one document that end with a sentence. 17% of the tokens and 35% of the opinion words are predicted;
+80% of these are masked, 10% replaced, 10% kept, as in BERT. The defaults made the first stage of the bundled
+`roberta-mini` on one H200; its model card has the options of the second.
 """
 
 import torch
@@ -35,26 +35,26 @@ def build(setup: Setup) -> RobertaForMaskedLM:
         pad_token_id=pad,
         eos_token_id=eos,
     )
-    make = RobertaForMaskedLM
-    model = make.from_pretrained(args.start, dtype=torch.float32) if args.start else make(config)
+    cls = RobertaForMaskedLM
+    model = cls.from_pretrained(args.start, dtype=torch.float32) if args.start else cls(config)
     model = model.to(setup.device)
     if args.compile:
-        # By parts: the layers share one compiled graph, which takes seconds where the whole model takes minutes.
-        for part in (model.roberta.embeddings, *model.roberta.encoder.layer):
-            part.compile(dynamic=False)
+        # Compile modules, not the model: the layers share one compiled graph, which takes seconds and not minutes.
+        for module in (model.roberta.embeddings, *model.roberta.encoder.layer):
+            module.compile(dynamic=False)
     return model
 
 
 def corrupt(ids: Tensor, rates: Tensor, mask: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The input with some tokens hidden, and which they are. `rates`: each token id's chance to be chosen."""
-    draw, how = torch.rand(2, *ids.shape, device=ids.device, generator=generator)
+    """Mask or replace some tokens; return the ids and which were chosen. `rates`: the probability of each token id."""
+    draw, action = torch.rand(2, *ids.shape, device=ids.device, generator=generator)
     chosen = draw < rates[ids]
-    other = torch.randint(len(rates), ids.shape, device=ids.device, generator=generator)
-    return torch.where(chosen & (how < 0.8), mask, torch.where(chosen & (how > 0.9), other, ids)), chosen
+    random_ids = torch.randint(len(rates), ids.shape, device=ids.device, generator=generator)
+    return torch.where(chosen & (action < 0.8), mask, torch.where(chosen & (action > 0.9), random_ids, ids)), chosen
 
 
 class MaskedLoss:
-    """The loss of a batch drawn from the corpus."""
+    """The loss of a random batch of the corpus."""
 
     def __init__(self, setup: Setup):
         self.setup, self.generator = setup, setup.generator(setup.args.seed)
@@ -69,7 +69,7 @@ class MaskedLoss:
         setup = self.setup
         ids = sample_rows(setup.train, rows, length, setup.mix, setup.specials, self.generator, fill=False)
         inputs, chosen = corrupt(ids, self.rates, self.mask, self.generator)
-        # A fixed number of slots for the chosen positions: shapes stay fixed, and the wide output layer sees few rows.
+        # A fixed number of slots for the chosen positions keeps shapes fixed and gives the wide output layer few rows.
         slots = chosen.flatten().half().topk(int((setup.args.mask_rate + 0.03) * ids.numel())).indices
         labels = torch.where(chosen, ids, -100).flatten()[slots]
         return self.head(model.lm_head, encode(model, inputs, setup.specials[1]).flatten(0, 1)[slots], labels)
@@ -80,9 +80,9 @@ def head_loss(head: torch.nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 def encode(model: PreTrainedModel, ids: Tensor, pad: int) -> Tensor:
-    # A mask of four dimensions is used as it is; one of two would be looked into, and the device waited for.
-    seen = (ids != pad)[:, None, None, :].expand(-1, 1, ids.shape[1], -1)
-    return model.roberta(ids, attention_mask=seen).last_hidden_state
+    # A 4-D mask is used as is; transformers would inspect the values of a 2-D mask, which synchronises the device.
+    mask = (ids != pad)[:, None, None, :].expand(-1, 1, ids.shape[1], -1)
+    return model.roberta(ids, attention_mask=mask).last_hidden_state
 
 
 def special_ids(setup: Setup) -> Tensor:
@@ -90,7 +90,7 @@ def special_ids(setup: Setup) -> Tensor:
 
 
 def evaluate(model: PreTrainedModel, setup: Setup) -> dict[str, float]:
-    """Held-out loss (rows of up to 128 tokens, plain text, 20% of the tokens chosen), and zero-shot sentiment."""
+    """Held-out loss (plain text, rows of up to 128 tokens, 20% of them predicted), and zero-shot sentiment accuracy."""
     generator, mask = setup.generator(1), setup.id("mask")
     rates = torch.full_like(setup.train.bare, HELDOUT_RATE, dtype=torch.float).index_fill(0, special_ids(setup), 0.0)
     rows, length = 2048 if setup.device.type == "cuda" else 64, min(128, max(setup.args.lengths))

@@ -14,13 +14,13 @@ LABEL_WORDS = (  # noqa: SIM905
     "Description Entity Expression Human Location Number Yes No Maybe"
 ).split()
 BARE_WORDS = ["Yes", "No", "Maybe"]
-# A merge happens in order of frequency, and the last merges of an 8,000-token vocabulary on 130 MB occur about
-# 500 times: a word repeated this often is one token, whatever the text says, and the other counts hardly move.
+# BPE merges in order of frequency, and the last merges of an 8,000-token vocabulary on 130 MB occur about 500 times.
+# A word repeated this often becomes one token whatever the text contains, and the other counts hardly change.
 REPEATS = 20_000
 
 
 def _training_text(documents: Iterable[str]) -> Iterator[str]:
-    """The text, every fourth document in treebank form, then the words that must be one token each."""
+    """The documents, every fourth one in treebank form, then the words that must be single tokens."""
     for i, document in enumerate(documents):
         yield " ".join(map(treebank_form, sentences(document))) if i % 4 == 3 else document
     for _ in range(REPEATS // 100):
@@ -30,7 +30,7 @@ def _training_text(documents: Iterable[str]) -> Iterator[str]:
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE with RoBERTa's five special tokens and every label word as one token."""
+    """Train a byte-level BPE with RoBERTa's five special tokens in which every label word is one token."""
     tokenizer = Tokenizer(models.BPE(unk_token=SPECIALS["unk"]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -42,23 +42,23 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_training_text(documents), trainer)
-    wanted = [f" {word}" for word in LABEL_WORDS] + BARE_WORDS
-    broken = [word for word in wanted if len(tokenizer.encode(word).ids) != 1]
-    if broken:
-        raise ValueError(f"{broken} are not single tokens in a vocabulary of {vocab_size}; use a larger --vocab")
+    single_words = [f" {word}" for word in LABEL_WORDS] + BARE_WORDS
+    split_words = [word for word in single_words if len(tokenizer.encode(word).ids) != 1]
+    if split_words:
+        raise ValueError(f"{split_words} are not single tokens in a vocabulary of {vocab_size}; use a larger --vocab")
     return tokenizer
 
 
 def special_id(tokenizer: Tokenizer, name: str) -> int:
     """The id of a special token, by its name in SPECIALS."""
-    found = tokenizer.token_to_id(SPECIALS[name])
-    if found is None:
+    token_id = tokenizer.token_to_id(SPECIALS[name])
+    if token_id is None:
         raise ValueError(f"the tokenizer has no {SPECIALS[name]}")
-    return found
+    return token_id
 
 
 def wrap(tokenizer: Tokenizer, *, eos: bool, max_length: int) -> PreTrainedTokenizerFast:
-    """The Hugging Face tokenizer: `<s> text </s>` for a masked model (eos), `<s> text` for a causal one."""
+    """A Hugging Face tokenizer that gives `<s> text </s>` for a masked model (`eos`), `<s> text` for a causal one."""
     tokenizer = Tokenizer.from_str(tokenizer.to_str())
     end = f" {SPECIALS['eos']}" if eos else ""
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -77,7 +77,7 @@ def wrap(tokenizer: Tokenizer, *, eos: bool, max_length: int) -> PreTrainedToken
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("text", type=Path, help="text, one document a line (.txt, .xz or .gz)")
+    parser.add_argument("text", type=Path, help="text, one document per line (.txt, .xz or .gz)")
     parser.add_argument("--out", type=Path, required=True, help="folder to write the Hugging Face tokenizer to")
     parser.add_argument("--vocab", type=int, default=8000, help="number of tokens (default: %(default)s)")
     args = parser.parse_args()

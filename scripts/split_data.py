@@ -1,4 +1,4 @@
-"""Split jsonl examples into train, dev and test by a fixed rule: a hash of the text decides, so adding lines moves none.
+"""Split jsonl examples into train, dev and test by a hash of their text, so that new lines do not move old ones.
 
 python scripts/split_data.py INPUT.jsonl [INPUT.jsonl ...] --out FOLDER
 """
@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 SHARES = {"test": 36, "dev": 12}
-"""Percent of the hash's range; the rest is train."""
+"""Percent of the hash range; the rest is train."""
 
 
 def split_of(row: dict[str, Any]) -> str:
-    """The split a row belongs to: SHA-256 of its texts, modulo 100. Items that share a premise stay together."""
+    """The split of a row, from the SHA-256 of its text modulo 100. Rows that share a premise stay together."""
     key = row.get("premise") or row["text"]
-    place = int(hashlib.sha256(key.encode()).hexdigest()[:12], 16) % 100
+    bucket = int(hashlib.sha256(key.encode()).hexdigest()[:12], 16) % 100
     for split, share in SHARES.items():
-        if place < share:
+        if bucket < share:
             return split
-        place -= share
+        bucket -= share
     return "train"
 
 
@@ -35,14 +35,14 @@ def main() -> None:
     unique = {json.dumps(row, ensure_ascii=False, sort_keys=True): row for row in rows}
     options.out.mkdir(parents=True, exist_ok=True)
     for split in ("train", "dev", "test"):
-        # Sorted by the hash of the whole line: no order of authors or labels is left.
-        chosen = sorted(
+        # Sort by the hash of the whole line, so that the order does not depend on authors or labels.
+        keys = sorted(
             (k for k, row in unique.items() if split_of(row) == split),
             key=lambda k: hashlib.sha256(k.encode()).digest(),
         )
-        text = "".join(json.dumps(unique[key], ensure_ascii=False) + "\n" for key in chosen)
+        text = "".join(json.dumps(unique[key], ensure_ascii=False) + "\n" for key in keys)
         (options.out / f"{split}.jsonl").write_text(text)
-        print(f"{split}: {len(chosen)}")
+        print(f"{split}: {len(keys)}")
 
 
 if __name__ == "__main__":

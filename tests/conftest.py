@@ -1,4 +1,4 @@
-"""Tiny random models and batches that the whole suite shares. Real transformers models, never stand-ins."""
+"""Tiny random models, batches, a tokenizer and data for all tests. The models are real transformers models, not mocks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_encoder(family: str, seed: int = 0, **extra: Any) -> torch.nn.Module:
     config = getattr(transformers, f"{family}Config")(
         vocab_size=VOCAB, max_position_embeddings=66, type_vocab_size=1, **{**sizes, **extra}
     )
-    return settled(getattr(transformers, f"{family}ForMaskedLM")(config))
+    return scale_up_weights(getattr(transformers, f"{family}ForMaskedLM")(config))
 
 
 def make_llama(seed: int = 0, tie: bool = True) -> torch.nn.Module:
@@ -47,11 +47,11 @@ def make_llama(seed: int = 0, tie: bool = True) -> torch.nn.Module:
         tie_word_embeddings=tie,
         pad_token_id=1,
     )
-    return settled(LlamaForCausalLM(config))
+    return scale_up_weights(LlamaForCausalLM(config))
 
 
-def settled(model: torch.nn.Module) -> torch.nn.Module:
-    """Weights large enough that every tensor matters: fresh biases are 0 and norms 1, which hides mistakes."""
+def scale_up_weights(model: torch.nn.Module) -> torch.nn.Module:
+    """Make every tensor affect the output: freshly initialised biases are 0 and norms are 1, which hides bugs."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -71,14 +71,14 @@ def model(request: pytest.FixtureRequest) -> torch.nn.Module:
 
 @pytest.fixture
 def pristine(model: torch.nn.Module) -> torch.nn.Module:
-    """An untouched twin of `model`, for plain Hugging Face forwards."""
+    """An unmodified copy of `model`, for plain Hugging Face forwards."""
     return copy.deepcopy(model)
 
 
 def make_batch(
     count: int = 6, seed: int = 0, words: tuple[int, ...] = (11, 47), lengths: tuple[int, int] = (4, 20)
 ) -> Batch:
-    """Prompts of mixed lengths; the readout position is somewhere inside for masked and last for causal use alike."""
+    """Prompts of mixed lengths, each with a random readout position."""
     rng = np.random.default_rng(seed)
     prompts = []
     for _ in range(count):
@@ -110,11 +110,11 @@ SENTENCES = {
         "a lovely use of time",
     ),
 }
-"""Enough words for a tokenizer and a few lines of data; written for these tests."""
+"""Enough text to train a tokenizer, and a small data set."""
 
 
 def train_tokenizer(size: int = 400) -> Any:
-    """A byte-level BPE tokenizer like RoBERTa's, in which the label words of sentiment are single tokens."""
+    """Train a byte-level BPE tokenizer like RoBERTa's in which the sentiment label words are single tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -139,7 +139,7 @@ def train_tokenizer(size: int = 400) -> Any:
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A saved RoBERTa of some ten thousand parameters with its tokenizer: a model as users have them, in a folder."""
+    """A model folder as users have it: a RoBERTa of a few tens of thousands of parameters, with its tokenizer."""
     from transformers import RobertaConfig, RobertaForMaskedLM
 
     folder = tmp_path_factory.mktemp("tiny-roberta")
@@ -155,14 +155,14 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         type_vocab_size=1,
         pad_token_id=1,
     )
-    settled(RobertaForMaskedLM(config)).save_pretrained(folder)
+    scale_up_weights(RobertaForMaskedLM(config)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The sentences above as a jsonl file."""
+    """SENTENCES as a jsonl file."""
     path = tmp_path_factory.mktemp("tiny-data") / "train.jsonl"
     rows = [{"text": text, "label": label} for label, texts in SENTENCES.items() for text in texts]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

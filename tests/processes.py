@@ -1,4 +1,4 @@
-"""Runs in processes of their own, to be killed. A fork server that has imported everything makes starting one cheap."""
+"""Training runs in child processes that tests kill. A fork server with everything imported makes starting one cheap."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["torch", "transformers", "mezzo.api", "tests.processes"])
 
 
-def finetune(options: dict[str, Any], largest_file: int | None = None, said: str | None = None) -> None:
-    """Body of a child: train, and exit as the command line would; `largest_file` makes the disk run full, `said` is a file
-    for the error message."""
+def finetune(options: dict[str, Any], max_file_bytes: int | None = None, error_file: str | None = None) -> None:
+    """Body of the child: train, and exit with the exit code of the command line.
+
+    `max_file_bytes` simulates a full disk; the error message is written to `error_file`.
+    """
     from mezzo import api
     from mezzo.errors import MezzoError
 
-    if largest_file:
+    if max_file_bytes:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
     try:
         api.finetune(**options)
     except MezzoError as error:
-        if said:
-            Path(said).write_text(str(error))
+        if error_file:
+            Path(error_file).write_text(str(error))
         os._exit(error.exit_code)
 
 
-def start(options: dict[str, Any], largest_file: int | None = None, said: str | None = None) -> Any:
-    process = context.Process(target=finetune, args=(options, largest_file, said))
+def start_run(options: dict[str, Any], max_file_bytes: int | None = None, error_file: str | None = None) -> Any:
+    process = context.Process(target=finetune, args=(options, max_file_bytes, error_file))
     process.start()
     return process
 
 
 def kill_after(process: Any, seconds: float) -> bool:
-    """SIGKILL after a while; True if it was still running then."""
+    """Send SIGKILL after a while; return whether the process was still running then."""
     process.join(seconds)
     alive = process.is_alive()
     if alive:
@@ -47,9 +49,9 @@ def kill_after(process: Any, seconds: float) -> bool:
     return alive
 
 
-def wait_for(path: Any, lines: int, seconds: float = 60) -> None:
-    """Until a file has at least that many lines."""
-    ends = time.monotonic() + seconds
+def wait_for_lines(path: Any, lines: int, seconds: float = 60) -> None:
+    """Wait until a file has at least that many lines."""
+    deadline = time.monotonic() + seconds
     while not (path.exists() and path.read_bytes().count(b"\n") >= lines):
-        assert time.monotonic() < ends, f"{path} did not grow to {lines} lines"
+        assert time.monotonic() < deadline, f"{path} did not grow to {lines} lines"
         time.sleep(0.01)

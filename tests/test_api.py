@@ -1,4 +1,4 @@
-"""The Python surface on the bundled models: every readout and objective trains, exports load where they should."""
+"""The Python API on the bundled models: every readout and objective trains, exports load in transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ROBERTA, LLAMA = "mezzo/roberta-mini", "mezzo/llama-mini"
 
 
 @pytest.fixture
-def rows(tmp_path):
-    """Writes rows to a jsonl file and returns its path."""
+def write_rows(tmp_path):
+    """A function that writes rows to a jsonl file and returns its path."""
 
     def write(name: str, items: list[dict]) -> str:
         path = tmp_path / name
@@ -78,8 +78,8 @@ SENTIMENT = [
         value if isinstance(value, str) else "-".join(map(str, value.values())) if isinstance(value, dict) else ""
     ),
 )
-def test_every_route_trains_and_verifies(model, task, items, changes, rows, tmp_path):
-    data = rows("train.jsonl", items)
+def test_every_readout_and_objective_trains_and_verifies(model, task, items, changes, write_rows, tmp_path):
+    data = write_rows("train.jsonl", items)
     run = mezzo.finetune(
         model, task=task, train=data, dev=data, test=data, out=str(tmp_path / "run"), **{**QUICK, **changes}
     )
@@ -89,18 +89,18 @@ def test_every_route_trains_and_verifies(model, task, items, changes, rows, tmp_
     assert "digest" in repr(run)
 
 
-def test_a_function_of_generated_text_is_an_objective(rows, tmp_path):
+def test_text_reward_function_is_an_objective(write_rows, tmp_path):
     @mezzo.text_reward
-    def brief(text, prompt):
+    def brevity(text, prompt):
         return -len(text)
 
-    data = rows("train.jsonl", SQUAD)
+    data = write_rows("train.jsonl", SQUAD)
     run = mezzo.finetune(
         LLAMA,
         task="squad",
         train=data,
         dev=data,
-        objective=brief,
+        objective=brevity,
         max_new_tokens=4,
         out=str(tmp_path / "r"),
         **{**QUICK, "steps": 2},
@@ -110,7 +110,7 @@ def test_a_function_of_generated_text_is_an_objective(rows, tmp_path):
     assert any(loss > 0 for loss in losses)
 
 
-def test_cross_entropy_falls_and_accuracy_objective_improves_accuracy(tmp_path):
+def test_cross_entropy_decreases_and_accuracy_objective_improves_accuracy(tmp_path):
     common = {
         "task": "reviews",
         "space": "full",
@@ -141,15 +141,15 @@ def test_cross_entropy_falls_and_accuracy_objective_improves_accuracy(tmp_path):
     assert 0 < run.zero_slope_share < 1
 
 
-def test_a_peft_adapter_gives_the_same_scores(rows, tmp_path):
-    data = rows("train.jsonl", SENTIMENT)
+def test_peft_adapter_and_merged_model_give_the_same_scores(write_rows, tmp_path):
+    data = write_rows("train.jsonl", SENTIMENT)
     run = mezzo.finetune(
         ROBERTA, task="sst-2", train=data, dev=data, space="lora", lr=1e-2, eps=1e-2, out=str(tmp_path / "r"), **QUICK
     )
     folder = mezzo.export(run.out, "adapter", at=4)
     base = locate(ROBERTA)
     adapted = PeftModel.from_pretrained(AutoModelForMaskedLM.from_pretrained(base, dtype=torch.float32), folder).eval()
-    whole = AutoModelForMaskedLM.from_pretrained(
+    merged_model = AutoModelForMaskedLM.from_pretrained(
         mezzo.export(run.out, "model", tmp_path / "merged", at=4), dtype=torch.float32
     ).eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
@@ -158,16 +158,16 @@ def test_a_peft_adapter_gives_the_same_scores(rows, tmp_path):
     at = inputs["input_ids"][0].tolist().index(tokenizer.mask_token_id)
     with torch.no_grad():
         plain = AutoModelForMaskedLM.from_pretrained(base, dtype=torch.float32).eval()(**inputs).logits[0, at, words]
-        with_adapter, merged = (m(**inputs).logits[0, at, words] for m in (adapted, whole))
+        with_adapter, merged = (m(**inputs).logits[0, at, words] for m in (adapted, merged_model))
     (row,) = mezzo.predict(["A dull film."], run.out, at=4)
     expected = torch.log(torch.tensor([row["probabilities"]["negative"], row["probabilities"]["positive"]]))
-    for found in (with_adapter, merged):
-        torch.testing.assert_close(found.log_softmax(0), expected, atol=1e-4, rtol=0)
-        assert not torch.allclose(found, plain, atol=1e-3), "the adapter must have learned something"
+    for scores in (with_adapter, merged):
+        torch.testing.assert_close(scores.log_softmax(0), expected, atol=1e-4, rtol=0)
+        assert not torch.allclose(scores, plain, atol=1e-3), "training must have changed the scores"
 
 
-def test_mlm_names(rows, tmp_path):
-    data = rows("train.jsonl", SENTIMENT)
+def test_masked_lm_functions_and_trainer(write_rows, tmp_path):
+    data = write_rows("train.jsonl", SENTIMENT)
     config = mezzo.MLMConfig("{text} All in all, it was [MASK].", {0: "bad", 1: "good"})
     run = mezzo.mezo_mlm_finetune(
         ROBERTA,
@@ -194,26 +194,26 @@ def test_mlm_names(rows, tmp_path):
     trainer.session.close()
 
 
-def test_signal_sees_what_motivated_the_method():
-    """Label words give a slope on every step; accuracy on few, and on more of them with a larger ε."""
+def test_signal_of_label_words_exceeds_that_of_accuracy():
+    """Label words give a non-zero slope on every step, accuracy on few steps, and on more with a larger ε."""
     options = {"model": ROBERTA, "task": "reviews", "space": "full", "batch_size": 16, "micro_batch": 8, "threads": 1}
-    found = {
+    by_setting = {
         (r.objective, r.readout, r.eps): r
         for r in measure(options, 6, 4, "cross_entropy,head,accuracy@1e-4,accuracy@1e-2").rows
     }
-    words = found["cross_entropy", "words", 1e-3]
-    small, large = found["accuracy", "words", 1e-4], found["accuracy", "words", 1e-2]
+    words = by_setting["cross_entropy", "words", 1e-3]
+    small, large = by_setting["accuracy", "words", 1e-4], by_setting["accuracy", "words", 1e-2]
     assert words.zero_slope_share == 0
     assert small.zero_slope_share > large.zero_slope_share
     assert small.zero_slope_share > 0.5
     assert words.signal_to_noise > small.signal_to_noise
-    assert ("cross_entropy", "head", 1e-3) in found
+    assert ("cross_entropy", "head", 1e-3) in by_setting
 
 
-def test_mistakes_are_explained(rows, tmp_path):
-    data = rows("train.jsonl", SENTIMENT)
-    good = {"task": "sst-2", "train": data, "dev": data, "out": str(tmp_path / "r"), **QUICK}
-    for changes, kind, message in (
+def test_invalid_options_are_explained_in_one_line(write_rows, tmp_path):
+    data = write_rows("train.jsonl", SENTIMENT)
+    valid = {"task": "sst-2", "train": data, "dev": data, "out": str(tmp_path / "r"), **QUICK}
+    for changes, error, message in (
         ({"model": LLAMA, "task": "trec", "train": None}, TaskError, "masked, not causal"),
         ({"words": "negative=terrible"}, TaskError, "positive"),
         ({"words": "negative=terrible,positive=terrible"}, TaskError, "terrible"),
@@ -227,14 +227,14 @@ def test_mistakes_are_explained(rows, tmp_path):
     ):
         if changes.get("device") == "cuda" and torch.cuda.is_available():
             continue
-        with pytest.raises(kind, match=message) as caught:
-            mezzo.finetune(**{"model": ROBERTA, **good, **changes})
+        with pytest.raises(error, match=message) as caught:
+            mezzo.finetune(**{"model": ROBERTA, **valid, **changes})
         assert "\n" not in str(caught.value)
-    assert not (tmp_path / "r").exists(), "a mistake must not leave a run folder behind"
+    assert not (tmp_path / "r").exists(), "no run folder is left behind"
 
 
-def test_a_learning_rate_that_moves_nothing_is_warned_about(rows, tmp_path):
-    data = rows("train.jsonl", SENTIMENT)
+def test_too_small_lr_is_warned_about(write_rows, tmp_path):
+    data = write_rows("train.jsonl", SENTIMENT)
     common = {
         **QUICK,
         "task": "sst-2",
@@ -245,26 +245,26 @@ def test_a_learning_rate_that_moves_nothing_is_warned_about(rows, tmp_path):
         "eval_every": 52,
         "batch_size": 2,
     }
-    still = mezzo.finetune(ROBERTA, **common, lr=1e-6, eps=1e-2, out=str(tmp_path / "still"))
-    assert "--lr 1e-06 is very small for space 'lora'" in still.warnings[0]
-    moving = mezzo.finetune(ROBERTA, **common, lr=1e-3, eps=1e-2, out=str(tmp_path / "moving"))
-    assert moving.warnings == ()
+    too_small = mezzo.finetune(ROBERTA, **common, lr=1e-6, eps=1e-2, out=str(tmp_path / "small"))
+    assert "--lr 1e-06 is very small for space 'lora'" in too_small.warnings[0]
+    usual = mezzo.finetune(ROBERTA, **common, lr=1e-3, eps=1e-2, out=str(tmp_path / "usual"))
+    assert usual.warnings == ()
 
 
 @pytest.mark.parametrize(
     ("model", "task", "items"), [(ROBERTA, "sst-2", SENTIMENT), (LLAMA, "copa", COPA), (LLAMA, "squad", SQUAD)]
 )
-def test_rows_given_in_python_train_as_files_do(model, task, items, rows, tmp_path):
-    data = rows("train.jsonl", items)
+def test_rows_in_python_give_the_same_digest_as_a_file(model, task, items, write_rows, tmp_path):
+    data = write_rows("train.jsonl", items)
     common = {**QUICK, "task": task, "steps": 2, "max_new_tokens": 2}
-    files = mezzo.finetune(model, **common, train=data, dev=data, out=str(tmp_path / "files"))
-    given = mezzo.finetune(model, **common, train=items, dev=items, out=str(tmp_path / "given"))
-    assert given.digest == files.digest
-    assert mezzo.finetune(resume=given.out, steps=3).steps == 3
+    from_file = mezzo.finetune(model, **common, train=data, dev=data, out=str(tmp_path / "file"))
+    from_rows = mezzo.finetune(model, **common, train=items, dev=items, out=str(tmp_path / "rows"))
+    assert from_rows.digest == from_file.digest
+    assert mezzo.finetune(resume=from_rows.out, steps=3).steps == 3
 
 
-def test_config_file_and_keywords_meet(rows, tmp_path):
-    data = rows("train.jsonl", SENTIMENT)
+def test_keywords_override_the_config_file_and_config_json_reproduces_the_run(write_rows, tmp_path):
+    data = write_rows("train.jsonl", SENTIMENT)
     (tmp_path / "run.toml").write_text(
         f'[task]\ntask = "sst-2"\ntrain = "{data}"\ndev = "{data}"\n[method]\nlr = 0.5\nsteps = 3\n'
     )

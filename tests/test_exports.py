@@ -1,4 +1,4 @@
-"""What leaves a run folder: cards with its figures, models that load elsewhere, journals from which a stranger rebuilds."""
+"""Exports: model cards with the run's figures, models that other libraries load, journals that rebuild the model."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mezzo import api
 from mezzo.cli import main
 from mezzo.errors import JournalError, ModelError
 from mezzo.runs.model_card import model_card
-from tests.hostile.test_fuzz import stored_header, with_header
+from tests.hostile.files import read_compact_header, replace_compact_header
 
 ROBERTA = "mezzo/roberta-mini"
 
 
 @pytest.fixture(scope="module")
 def run(tiny_folder, tiny_data, tmp_path_factory):
-    """LoRA on a copy of the tiny model, at whose third evaluation dev is best or not, as it comes."""
+    """A finished LoRA run on a copy of the tiny model."""
     folder = tmp_path_factory.mktemp("exports")
     base = shutil.copytree(tiny_folder, folder / "base")
     options = {"task": "sst-2", "train": tiny_data, "dev": tiny_data, "threads": 1, "batch_size": 4, "space": "lora"}
@@ -35,22 +35,22 @@ def run(tiny_folder, tiny_data, tmp_path_factory):
     )
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def load_weights(folder: Path) -> dict[str, torch.Tensor]:
     return AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32).state_dict()
 
 
-def test_the_card_has_the_runs_numbers_and_its_code_loads(run, tmp_path, capfd):
+def test_model_card_has_the_runs_figures_and_code_that_loads(run, tmp_path, capfd):
     for kind in ("adapter", "model"):
         out = tmp_path / kind
         capfd.readouterr()
         assert main(["export", run.out, kind, "--out", str(out)]) == 0
-        assert capfd.readouterr().err == "", "no bars of other libraries"
+        assert capfd.readouterr().err == "", "no progress bars of other libraries"
         text = (out / "README.md").read_text()
         low, high = run.interval
         assert f"{run.value:.1%} ({low:.1%} to {high:.1%})" in text
         assert f"{run.zero_shot:.1%}" in text and f"{run.zero_shot_calibrated:.1%}" in text
         assert f"after {run.best_step} steps" in text
-        assert str(tmp_path) not in text, "folders of this machine are nobody's business"
+        assert str(tmp_path) not in text, "local folders are private"
         (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
         names: dict = {}
         base = api.config_of(run.out)["model"]
@@ -63,7 +63,7 @@ def test_the_card_has_the_runs_numbers_and_its_code_loads(run, tmp_path, capfd):
     assert "after 0 steps" in (at_zero / "README.md").read_text()
 
 
-def test_a_prefix_has_a_card_whose_code_loads(tiny_folder, tiny_data, tmp_path):
+def test_prefix_model_card_has_code_that_loads(tiny_folder, tiny_data, tmp_path):
     options = {"task": "sst-2", "train": tiny_data, "dev": tiny_data, "threads": 1, "batch_size": 4, "space": "prefix"}
     run = mezzo.finetune(tiny_folder, **options, steps=2, out=str(tmp_path / "run"))
     folder = mezzo.export(run.out, "adapter")
@@ -74,28 +74,30 @@ def test_a_prefix_has_a_card_whose_code_loads(tiny_folder, tiny_data, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["adapter", "model"])
-def test_an_export_that_is_cut_off_leaves_nothing_under_its_name(kind, run, tmp_path, monkeypatch):
-    """The card is written last: whatever stops the export before leaves no folder that looks whole."""
+def test_interrupted_export_leaves_no_folder(kind, run, tmp_path, monkeypatch):
+    """The model card is written last, so an export that stops before it leaves no folder that looks complete."""
 
-    def full(path, *_, **__):
+    def fail_on_card(path, *_, **__):
         if path.name == "README.md":
-            assert len(list(path.parent.iterdir())) > 1, "the rest is written"
-            assert not (tmp_path / "out").exists(), "under another name"
+            assert len(list(path.parent.iterdir())) > 1, "the other files are written"
+            assert not (tmp_path / "out").exists(), "in a temporary folder"
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(path, *_, **__)
 
     write = Path.write_text
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_text", fail_on_card)
     with pytest.raises(JournalError, match="out: the disk is full"):
         mezzo.export(run.out, kind, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
     (tmp_path / "out").mkdir()
-    assert (mezzo.export(run.out, kind, tmp_path / "out") / "README.md").is_file(), "an empty folder may be named"
+    assert (mezzo.export(run.out, kind, tmp_path / "out") / "README.md").is_file(), (
+        "an existing empty folder is accepted"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_strangers_words_do_not_become_code_of_the_card(run):
+def test_model_name_cannot_inject_code_into_the_model_card(run):
     header = api.open_journal(run.out).header
     name = 'x"); import os; os.system("echo'
     text = model_card("adapter", replace(header, config={**header.config, "model": name + "\n# more"}), [], 1, 2)
@@ -105,44 +107,44 @@ def test_a_strangers_words_do_not_become_code_of_the_card(run):
     assert not [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import)]
 
 
-def test_a_strangers_journal_and_the_base_model_give_the_model(run, tmp_path, monkeypatch, capsys):
-    mine = mezzo.export(run.out, "model", tmp_path / "mine")
+def test_compact_journal_and_base_model_rebuild_the_model_elsewhere(run, tmp_path, monkeypatch, capsys):
+    exported = mezzo.export(run.out, "model", tmp_path / "exported")
     mezzo.export(run.out, "journal", tmp_path / "sent.mezzo")
-    shutil.move(api.config_of(run.out)["model"], tmp_path / "base elsewhere")  # as on another machine
+    shutil.move(api.config_of(run.out)["model"], tmp_path / "moved base")  # as on another machine
     monkeypatch.chdir(tmp_path)
     try:
-        assert main(["export", "sent.mezzo", "model", "--model", "base elsewhere", "--out", "theirs"]) == 0
+        assert main(["export", "sent.mezzo", "model", "--model", "moved base", "--out", "rebuilt"]) == 0
         assert main(["export", "sent.mezzo", "model", "--out", "nowhere"]) == 2
         assert "pass an existing model folder" in capsys.readouterr().err
     finally:
-        shutil.move(tmp_path / "base elsewhere", api.config_of(run.out)["model"])
-    ours, theirs = weights(mine), weights(tmp_path / "theirs")
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert "holds no evaluations" in (tmp_path / "theirs" / "README.md").read_text()
+        shutil.move(tmp_path / "moved base", api.config_of(run.out)["model"])
+    expected, rebuilt = load_weights(exported), load_weights(tmp_path / "rebuilt")
+    assert expected.keys() == rebuilt.keys()
+    assert all(torch.equal(expected[name], rebuilt[name]) for name in expected)
+    assert "holds no evaluations" in (tmp_path / "rebuilt" / "README.md").read_text()
 
 
-def test_a_compact_journal_knows_its_best_step(run, tmp_path):
+def test_compact_journal_stores_the_best_step(run, tmp_path):
     content = api.open_journal(mezzo.export(run.out, "journal", tmp_path / "j.mezzo"))
     assert content.best == run.best_step
     assert api.best_step(tmp_path / "j.mezzo", content) == run.best_step
-    for strange in (-1, 10**9, "3", None, [1]):
-        header = {**stored_header(tmp_path / "j.mezzo"), "best": strange}
-        (tmp_path / "odd.mezzo").write_bytes(with_header(tmp_path / "j.mezzo", header))
-        assert api.best_step(tmp_path / "odd.mezzo", api.open_journal(tmp_path / "odd.mezzo")) == content.steps
+    for invalid in (-1, 10**9, "3", None, [1]):
+        header = {**read_compact_header(tmp_path / "j.mezzo"), "best": invalid}
+        (tmp_path / "changed.mezzo").write_bytes(replace_compact_header(tmp_path / "j.mezzo", header))
+        assert api.best_step(tmp_path / "changed.mezzo", api.open_journal(tmp_path / "changed.mezzo")) == content.steps
 
 
-def test_a_bundled_models_settings_go_with_its_merged_model(tmp_path, capsys):
+def test_merged_model_keeps_the_default_settings_of_the_bundled_model(tmp_path, capsys):
     run = mezzo.finetune(ROBERTA, steps=1, batch_size=2, eval_limit=4, threads=1, out=str(tmp_path / "run"))
     merged = mezzo.export(run.out, "model", tmp_path / "merged")
     for model in (ROBERTA, str(merged)):
         assert main(["train", "--model", model, "--print-config"]) == 0
     printed = capsys.readouterr().out.split("[model]")[1:]
-    first, second = (
+    bundled_settings, merged_settings = (
         [x for x in text.splitlines() if re.match("space|lr|eps|steps|schedule|batch", x)] for text in printed
     )
-    assert first == second
-    for bad, why in {
+    assert bundled_settings == merged_settings
+    for content, reason in {
         "[]": "it must hold an object of settings by space",
         '{"lora": {"lr": "fast"}}': "lr must be a number, not 'fast'",
         '{"lora": {"remote_code": true}}': "remote_code cannot be set there",
@@ -150,12 +152,12 @@ def test_a_bundled_models_settings_go_with_its_merged_model(tmp_path, capsys):
         '{"lora": 5}': "'lora' must be an object of settings, not 5",
         '{"space": null}': "'space' must be the name of one, not null",
     }.items():
-        (merged / "mezzo.json").write_text(bad)
-        with pytest.raises(ModelError, match=rf"mezzo.json cannot be used: {why}.*; mend or delete it$"):
+        (merged / "mezzo.json").write_text(content)
+        with pytest.raises(ModelError, match=rf"mezzo.json cannot be used: {reason}.*; fix or delete it$"):
             mezzo.finetune(str(merged), steps=1)
 
 
-def test_a_runs_config_json_reproduces_it(tiny_folder, tiny_data, tmp_path, monkeypatch, capsys):
+def test_config_json_of_a_run_reproduces_it(tiny_folder, tiny_data, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = {"negative": "terrible", "positive": "great"}
     task = {"columns": ["text"], "template": "{text} All in all it was [MASK].", "words": words}
@@ -172,7 +174,7 @@ def test_a_runs_config_json_reproduces_it(tiny_folder, tiny_data, tmp_path, monk
     Path("bad.json").write_text('{"stepz": 3}')
     assert main(["train", "--config", "bad.json"]) == 2
     assert "did you mean 'steps'?" in capsys.readouterr().err
-    for bad, message in (("[1]", "holds no options"), ("{", "is not valid JSON")):
-        Path("bad.json").write_text(bad)
+    for content, message in (("[1]", "holds no options"), ("{", "is not valid JSON")):
+        Path("bad.json").write_text(content)
         assert main(["train", "--config", "bad.json"]) == 2
         assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What goes wrong in a run is noticed while it runs: with plain numbers, then with real runs on a tiny model."""
+"""Warnings and verdicts on a run's health, from synthetic losses and from real runs on a tiny model; trackers."""
 
 from __future__ import annotations
 
@@ -15,59 +15,61 @@ from mezzo.runs.trackers import Trackers, event_figures
 from tests.conftest import SENTENCES
 
 
-def kinds(losses, slopes=lambda step: [1.0], looks=(), objective="cross_entropy"):
-    """The kinds found, in order, over a run of these losses; `looks` are (step, dev loss, dev value)."""
-    health, found = Health(objective), []
+def warning_kinds(losses, slopes=lambda step: [1.0], evaluations=(), objective="cross_entropy"):
+    """The kinds of warnings in a run with these losses, in order; `evaluations` are (step, dev loss, dev value)."""
+    health, kinds = Health(objective), []
     for step in range(len(losses) + 1):
-        for at, loss, value in looks:
+        for at, loss, value in evaluations:
             if at == step:
-                found += [f.kind for f in health.watch("evaluation", {"step": step, "loss": loss, "value": value})]
+                kinds += [f.kind for f in health.watch("evaluation", {"step": step, "loss": loss, "value": value})]
         if step < len(losses):
             values = {"step": step, "loss": losses[step], "slopes": slopes(step)}
-            found += [f.kind for f in health.watch("step", values)]
-    return found
+            kinds += [f.kind for f in health.watch("step", values)]
+    return kinds
 
 
 WAVE = [0.5 + 0.2 * ((7 * step) % 10 - 4.5) / 4.5 for step in range(400)]
-"""Losses that only vary with the batch."""
+"""Losses that vary with the batch and have no trend."""
 FALLING = [loss * (1 - step / 500) for step, loss in enumerate(WAVE)]
 
 
-def test_an_ordinary_run_is_not_complained_about():
-    assert kinds(WAVE, looks=[(0, 0.5, 0.7), (200, 0.49, 0.71), (400, 0.5, 0.69)]) == []
-    assert kinds(FALLING, looks=[(0, 0.5, 0.7), (200, 0.4, 0.8), (400, 0.41, 0.8)]) == []
-    assert kinds(WAVE, slopes=lambda step: [float(step % 15 == 0)], objective="accuracy") == []
+def test_healthy_run_has_no_warnings():
+    assert warning_kinds(WAVE, evaluations=[(0, 0.5, 0.7), (200, 0.49, 0.71), (400, 0.5, 0.69)]) == []
+    assert warning_kinds(FALLING, evaluations=[(0, 0.5, 0.7), (200, 0.4, 0.8), (400, 0.41, 0.8)]) == []
+    assert warning_kinds(WAVE, slopes=lambda step: [float(step % 15 == 0)], objective="accuracy") == []
 
 
-def test_exploding_and_creeping_divergence():
-    exploding = WAVE[:50] + [0.5 + step**2 for step in range(50)]
-    assert kinds(exploding) == ["diverging"]
-    assert kinds([0.5, *([800.0] * 20)]) == ["diverging"], "from the first step on"
-    creeping = [loss + step / 1000 for step, loss in enumerate(WAVE)]
-    assert kinds(creeping, looks=[(0, 0.5, 0.7), (200, 0.75, 0.6)]) == ["diverging"]
-    assert kinds([*WAVE[:50], 9.0, *WAVE[50:]]) == [], "one bad batch is no divergence"
+def test_sudden_and_slow_divergence_are_reported():
+    sudden = WAVE[:50] + [0.5 + step**2 for step in range(50)]
+    assert warning_kinds(sudden) == ["diverging"]
+    assert warning_kinds([0.5, *([800.0] * 20)]) == ["diverging"], "also from the first step on"
+    slow = [loss + step / 1000 for step, loss in enumerate(WAVE)]
+    assert warning_kinds(slow, evaluations=[(0, 0.5, 0.7), (200, 0.75, 0.6)]) == ["diverging"]
+    assert warning_kinds([*WAVE[:50], 9.0, *WAVE[50:]]) == [], "one bad batch is not divergence"
 
 
-def test_a_dead_signal_is_told_once_and_with_the_right_advice():
-    assert kinds(WAVE, slopes=lambda step: [0.0]) == ["no signal"]
-    assert kinds(WAVE, slopes=lambda step: [0.0, 1e-9]) == []
-    for objective, word in (("accuracy", True), ("cross_entropy", False)):
+def test_zero_slopes_are_reported_once_with_advice_for_the_objective():
+    assert warning_kinds(WAVE, slopes=lambda step: [0.0]) == ["no signal"]
+    assert warning_kinds(WAVE, slopes=lambda step: [0.0, 1e-9]) == []
+    for objective, suggests_cross_entropy in (("accuracy", True), ("cross_entropy", False)):
         health = Health(objective)
         texts = [f.text for s in range(30) for f in health.watch("step", {"step": s, "loss": 0.5, "slopes": [0.0]})]
         assert len(texts) == 1
         assert "--eps" in texts[0]
-        assert ("--objective cross_entropy" in texts[0]) == word
+        assert ("--objective cross_entropy" in texts[0]) == suggests_cross_entropy
 
 
-def test_overfitting_needs_a_falling_training_loss():
-    looks = [(0, 0.6, 0.6), (100, 0.5, 0.75), (200, 0.52, 0.74), (400, 0.7, 0.65)]
-    assert kinds(FALLING, looks=looks) == ["overfitting"]
-    assert kinds(WAVE, looks=looks) == []
-    assert kinds(FALLING, looks=[(0, 0.6, 0.6), (200, 0.5, 0.7), (400, 0.7, 0.8)]) == [], "dev accuracy still rises"
+def test_overfitting_is_reported_only_when_the_training_loss_falls():
+    evaluations = [(0, 0.6, 0.6), (100, 0.5, 0.75), (200, 0.52, 0.74), (400, 0.7, 0.65)]
+    assert warning_kinds(FALLING, evaluations=evaluations) == ["overfitting"]
+    assert warning_kinds(WAVE, evaluations=evaluations) == []
+    assert warning_kinds(FALLING, evaluations=[(0, 0.6, 0.6), (200, 0.5, 0.7), (400, 0.7, 0.8)]) == [], (
+        "dev accuracy still rises"
+    )
 
 
 @pytest.mark.parametrize(
-    ("found", "value", "interval", "best", "word"),
+    ("kinds", "value", "interval", "best", "word"),
     [
         ((), 0.85, (0.82, 0.88), 900, "worked"),
         (("overfitting",), 0.85, (0.82, 0.88), 300, "worked"),
@@ -81,8 +83,8 @@ def test_overfitting_needs_a_falling_training_loss():
         ((), None, None, 0, "not tested"),
     ],
 )
-def test_the_verdict(found, value, interval, best, word):
-    assert verdict(set(found), value, interval, 0.70, 0.75, best).word == word
+def test_verdict(kinds, value, interval, best, word):
+    assert verdict(set(kinds), value, interval, 0.70, 0.75, best).word == word
 
 
 # ---- real runs
@@ -104,44 +106,44 @@ def options(tiny_folder, tiny_data, tmp_path):
     }
 
 
-def noted(run: mezzo.Run) -> list[dict]:
-    """The warnings as the run folder has them."""
+def recorded_warnings(run: mezzo.Run) -> list[dict]:
+    """The warnings in metrics.jsonl."""
     lines = (Path(run.out) / "metrics.jsonl").read_text().splitlines()
     return [entry for line in lines if (entry := json.loads(line))["event"] == "warning"]
 
 
-def test_a_learning_rate_that_explodes(options):
+def test_too_large_lr_is_reported_as_divergence(options):
     run = mezzo.finetune(**options, steps=60, lr=3e-2, eps=1e-3)
     assert "the run is diverging" in " ".join(run.warnings)
     assert "--lr three to ten times smaller" in " ".join(run.warnings)
     assert run.verdict.startswith("diverged")
-    assert [entry["kind"] for entry in noted(run)] == ["diverging"]
+    assert [entry["kind"] for entry in recorded_warnings(run)] == ["diverging"]
 
 
-def test_a_counted_objective_with_a_tiny_eps(options):
+def test_accuracy_objective_with_tiny_eps_is_reported_as_no_signal(options):
     run = mezzo.finetune(**options, objective="accuracy", steps=40, lr=1e-6, eps=1e-6)
     assert run.zero_slope_share == 1
     assert run.verdict.startswith("no signal")
-    assert [entry["kind"] for entry in noted(run)] == ["no signal"]
+    assert [entry["kind"] for entry in recorded_warnings(run)] == ["no signal"]
 
 
-def test_dev_labels_turned_round_are_overfitting(options, tmp_path):
-    turned = tmp_path / "turned.jsonl"
-    other = {"negative": "positive", "positive": "negative"}
-    rows = [{"text": text, "label": other[label]} for label, texts in SENTENCES.items() for text in texts]
-    turned.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = mezzo.finetune(**{**options, "dev": str(turned), "batch_size": 16}, steps=200, lr=1e-3, eps=1e-3)
-    assert [entry["kind"] for entry in noted(run)] == ["overfitting"]
+def test_swapped_dev_labels_are_reported_as_overfitting(options, tmp_path):
+    swapped = tmp_path / "swapped.jsonl"
+    opposite = {"negative": "positive", "positive": "negative"}
+    rows = [{"text": text, "label": opposite[label]} for label, texts in SENTENCES.items() for text in texts]
+    swapped.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = mezzo.finetune(**{**options, "dev": str(swapped), "batch_size": 16}, steps=200, lr=1e-3, eps=1e-3)
+    assert [entry["kind"] for entry in recorded_warnings(run)] == ["overfitting"]
     assert run.verdict.startswith("overfits")
     resumed = mezzo.finetune(resume=run.out, steps=220)
-    assert resumed.warnings == (), "what was said before is not said again"
+    assert resumed.warnings == (), "warnings are not repeated"
     assert resumed.verdict.startswith("overfits")
 
 
 # ---- trackers
 
 
-def test_tensorboard_gets_the_figures(options):
+def test_tensorboard_receives_losses_and_evaluations(options):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = mezzo.finetune(**options, steps=20, track="tensorboard")
@@ -156,36 +158,36 @@ def test_tensorboard_gets_the_figures(options):
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_the_services_take_a_run_without_a_network(name, options, monkeypatch, tmp_path):
+def test_trackers_record_a_run_offline(name, options, monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read on import
     pytest.importorskip(name)
     run = mezzo.finetune(**options, steps=4, track=name)
     assert run.warnings == ()
     assert list(tmp_path.rglob("*.wandb" if name == "wandb" else "*.db"))
 
 
-def test_a_tracker_that_fails_does_not_stop_the_run(options):
+def test_failing_tracker_does_not_stop_the_run(options):
     run = mezzo.finetune(**options, steps=4)
-    Path(run.out, "tensorboard").write_text("in the way of the tracker's folder")
-    again = mezzo.finetune(resume=run.out, steps=8, track="tensorboard")
-    assert again.steps == 8
-    assert "the tracker tensorboard failed and is left out" in again.warnings[0]
+    Path(run.out, "tensorboard").write_text("a file where the tracker needs a folder")
+    resumed = mezzo.finetune(resume=run.out, steps=8, track="tensorboard")
+    assert resumed.steps == 8
+    assert "the tracker tensorboard failed and is left out" in resumed.warnings[0]
     assert mezzo.verify(run.out).ok
 
 
-def test_a_tracker_that_fails_on_the_way_is_told_once(tmp_path):
+def test_tracker_failure_during_a_run_is_reported_once(tmp_path):
     trackers = Trackers()
     trackers.start(["tensorboard"], tmp_path, {})
     step = {"step": 0, "loss": 0.5, "slopes": [1.0], "lr": 1e-3}
     assert list(trackers.log("step", step)) == []
-    (said,) = trackers.log("step", {**step, "loss": "not a number"})
-    assert "tensorboard failed" in said
+    (message,) = trackers.log("step", {**step, "loss": "not a number"})
+    assert "tensorboard failed" in message
     assert list(trackers.log("step", step)) == []
     assert event_figures("start", {"step": 0}) == (0, {})
 
 
-def test_a_tracker_that_is_not_installed_is_refused_before_anything_happens(options, tmp_path, monkeypatch, capsys):
+def test_missing_tracker_package_is_refused_before_the_run(options, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"--track trackio needs a package that is not installed: pip install 'trackio'"

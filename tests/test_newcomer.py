@@ -124,7 +124,7 @@ MISTAKES = {
         "fits no trained matrix",
         "lower --noise-rank below",
     ),
-    "settings of a model": Mistake(train(model="unset"), "mezzo.json cannot be used", "mend or delete it"),
+    "settings of a model": Mistake(train(model="unset"), "mezzo.json cannot be used", "fix or delete it"),
     "GPU wanted": Mistake(train(device="cuda"), "sees no GPU", "use --device cpu"),
 }
 

@@ -1,4 +1,4 @@
-"""The scripts that made what the package carries, on a few hundred lines of text and a second of training."""
+"""The scripts that made the bundled models and data, on little text; and two benchmark scripts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TINY = [
 ]
 
 
-def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPTS / name), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
@@ -57,7 +57,7 @@ def test_pretraining_writes_a_model_that_loads(script, loader, tmp_path):
     rows = "".join(f"{t}\t{y}\n" for y, texts in enumerate(SENTENCES.values()) for t in texts)
     (tmp_path / "dev.tsv").write_text("sentence\tlabel\n" + rows)
     out = tmp_path / "model"
-    done = run(
+    done = run_script(
         script,
         str(tmp_path / "text.txt"),
         "--out",
@@ -77,13 +77,13 @@ def test_pretraining_writes_a_model_that_loads(script, loader, tmp_path):
         assert len(tokenizer.encode(word, add_special_tokens=False)) == 1, word
 
 
-def test_a_missing_text_is_one_line():
-    done = run("pretrain_mlm.py", "no-such-text.txt", "--out", "x")
+def test_missing_text_file_is_reported_in_one_line():
+    done = run_script("pretrain_mlm.py", "no-such-text.txt", "--out", "x")
     assert done.returncode != 0
     assert done.stderr.strip().splitlines()[-1] == "error: no such file: no-such-text.txt"
 
 
-def test_the_bundled_splits_follow_the_rule():
+def test_bundled_data_is_split_by_the_script():
     sys.path.insert(0, str(SCRIPTS))
     try:
         from split_data import split_of
@@ -97,15 +97,15 @@ def test_the_bundled_splits_follow_the_rule():
 
 
 @pytest.mark.slow
-def test_the_results_of_a_grid_with_its_anchor(tmp_path):
-    """`benchmarks/results.py` trains by forward passes and by Adam on the same examples, and tabulates both."""
+def test_results_script_tabulates_zeroth_order_and_adam_runs(tmp_path):
+    """`benchmarks/results.py` trains with forward passes and with Adam on the same examples."""
     (tmp_path / "SST-2").mkdir()
     rows = "".join(f"{t}\t{y}\n" for y, texts in enumerate(SENTENCES.values()) for t in texts * 2)
     for split in ("train", "dev"):
         (tmp_path / "SST-2" / f"{split}.tsv").write_text("sentence\tlabel\n" + rows)
     grid = ["--data", str(tmp_path), "--k", "4", "--seeds", "13", "--steps", "2", "--device", "cpu", "--at-once", "1"]
     methods = "full@lr=1e-4,adam@epochs=2:lr=1e-3"
-    done = run("../benchmarks/results.py", *grid, "--methods", methods, "--out", str(tmp_path / "out.jsonl"))
+    done = run_script("../benchmarks/results.py", *grid, "--methods", methods, "--out", str(tmp_path / "out.jsonl"))
     assert done.returncode == 0, done.stderr
     full, adam = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     assert full["zero_shot"] == adam["zero_shot"]
@@ -116,16 +116,16 @@ def test_the_results_of_a_grid_with_its_anchor(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_kernels_of_a_step():
-    """`benchmarks/step_kernels.py` shows the time of steps in a row and what it is made of."""
+def test_step_kernels_script_reports_step_time_and_kernels():
+    """`benchmarks/step_kernels.py` shows the time of consecutive steps and of the kernels in them."""
     tiny = ["--model", "roberta-mini", "--batch-size", "2", "--length", "8", "--dtype", "float32", "--space", "lora"]
-    done = run("../benchmarks/step_kernels.py", *tiny, "--steps", "2", "--rounds", "1", "--top", "3")
+    done = run_script("../benchmarks/step_kernels.py", *tiny, "--steps", "2", "--rounds", "1", "--top", "3")
     assert done.returncode == 0, done.stderr
     bare, *_, lora = (line for line in done.stdout.splitlines() if "ms in a row" in line)
     assert bare.startswith("bare doubled forward: ")
     assert lora.startswith("mezzo lora, rademacher: ")
     assert len(re.findall(r"^ +[0-9.]+ ms +[0-9]+ x +[0-9.]+ µs  matrix products$", done.stdout, re.M)) == 2
-    wrong = run("../benchmarks/step_kernels.py", "--model", "robberta")
+    wrong = run_script("../benchmarks/step_kernels.py", "--model", "robberta")
     assert wrong.returncode == 2
     assert "robberta" in wrong.stderr
     assert "Traceback" not in wrong.stderr

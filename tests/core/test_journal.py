@@ -1,4 +1,4 @@
-"""The journal survives what happens to files: torn tails are cut, damage is refused, one writer at a time."""
+"""The journal on disk: torn tails are truncated, damage is refused, one writer at a time; the compact form."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from mezzo.types import StepRecord, Update
 HEADER = Header(seed=4)
 
 
-def record(step: int, rng: np.random.Generator, keep: float = 1.0) -> StepRecord:
+def make_record(step: int, rng: np.random.Generator, keep: float = 1.0) -> StepRecord:
     coef = float(np.float32(rng.normal() * 1e-4))
     update = Update(((noise.step_seed(4, step, 0), coef),), keep)
     return StepRecord(step, (rng.random(), rng.random()), (rng.normal(),), update, 1e-4)
 
 
-def written(folder, steps: int = 10, keep: float = 1.0):
+def write_journal(folder, steps: int = 10, keep: float = 1.0) -> list[StepRecord]:
     rng = np.random.default_rng(0)
-    records = [record(step, rng, keep) for step in range(steps)]
+    records = [make_record(step, rng, keep) for step in range(steps)]
     with Journal.create(folder, HEADER) as journal:
         for item in records:
             journal.append(item)
@@ -36,8 +36,8 @@ def written(folder, steps: int = 10, keep: float = 1.0):
     return records
 
 
-def test_what_is_written_is_read(tmp_path):
-    records = written(tmp_path)
+def test_written_records_and_marks_are_read_back(tmp_path):
+    records = write_journal(tmp_path)
     content = read(tmp_path)
     assert content.records == records
     assert content.marks == {10: "abc"}
@@ -45,60 +45,60 @@ def test_what_is_written_is_read(tmp_path):
     assert content.header.seed == 4
 
 
-def test_skipped_steps_keep_their_losses(tmp_path):
-    odd = StepRecord(0, (math.nan, math.inf), (math.nan,), Update(), 0.1, skipped="non-finite loss")
+def test_skipped_steps_keep_nan_and_infinite_losses(tmp_path):
+    skipped = StepRecord(0, (math.nan, math.inf), (math.nan,), Update(), 0.1, skipped="non-finite loss")
     with Journal.create(tmp_path, HEADER) as journal:
-        journal.append(odd)
-    found = read(tmp_path).records[0]
-    assert math.isnan(found.losses[0])
-    assert found.losses[1] == math.inf
-    assert found.skipped == "non-finite loss"
+        journal.append(skipped)
+    record = read(tmp_path).records[0]
+    assert math.isnan(record.losses[0])
+    assert record.losses[1] == math.inf
+    assert record.skipped == "non-finite loss"
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(cut=st.integers(1, 400))
-def test_a_torn_tail_is_cut_and_the_rest_kept(tmp_path_factory, cut):
+def test_torn_tail_is_truncated_and_the_rest_kept(tmp_path_factory, cut):
     folder = tmp_path_factory.mktemp("torn")
-    records = written(folder)
+    records = write_journal(folder)
     path = folder / NAME
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-cut])
+    data = path.read_bytes()
+    path.write_bytes(data[:-cut])
     content = read(folder)
     assert content.records == records[: content.steps]
-    assert content.size + content.torn == len(whole) - cut
+    assert content.size + content.torn == len(data) - cut
     with Journal.resume(folder) as journal:
         assert path.stat().st_size == content.size
         for item in records[content.steps :]:
             journal.append(item)
-    again = read(folder)
-    assert again.records == records
-    assert again.torn == 0
+    continued = read(folder)
+    assert continued.records == records
+    assert continued.torn == 0
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(place=st.integers(0, 10**6), value=st.integers(0, 255))
-def test_a_changed_byte_is_never_accepted(tmp_path_factory, place, value):
-    folder = tmp_path_factory.mktemp("flipped")
-    records = written(folder)
+@given(index=st.integers(0, 10**6), value=st.integers(0, 255))
+def test_changed_byte_never_changes_a_step(tmp_path_factory, index, value):
+    folder = tmp_path_factory.mktemp("changed")
+    records = write_journal(folder)
     path = folder / NAME
     data = bytearray(path.read_bytes())
-    place %= len(data)
-    if data[place] == value:
+    index %= len(data)
+    if data[index] == value:
         return
-    data[place] = value
+    data[index] = value
     path.write_bytes(bytes(data))
     try:
         content = read(folder)
     except JournalError:
         return
-    # Only damage to the last line (the mark) may be taken for a torn tail; no step may change.
+    # Only damage to the last line, the mark, may look like a torn tail.
     assert content.torn
     assert content.records == records[: content.steps]
     assert content.steps == 10
 
 
-def test_a_damaged_middle_is_refused(tmp_path):
-    written(tmp_path)
+def test_damaged_or_missing_lines_in_the_middle_are_refused(tmp_path):
+    write_journal(tmp_path)
     path = tmp_path / NAME
     lines = path.read_bytes().splitlines(keepends=True)
     lines[4] = lines[4].replace(b'"step":3', b'"step":8')
@@ -112,68 +112,68 @@ def test_a_damaged_middle_is_refused(tmp_path):
         read(tmp_path)
 
 
-def test_a_line_of_another_run_does_not_fit(tmp_path):
+def test_line_of_another_run_is_treated_as_a_torn_tail(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    written(tmp_path / "a")
+    write_journal(tmp_path / "a")
     with Journal.create(tmp_path / "b", Header(seed=5)):
         pass
-    foreign = (tmp_path / "a" / NAME).read_bytes().splitlines(keepends=True)[1]
+    foreign_line = (tmp_path / "a" / NAME).read_bytes().splitlines(keepends=True)[1]
     with (tmp_path / "b" / NAME).open("ab") as file:
-        file.write(foreign)
+        file.write(foreign_line)
     assert read(tmp_path / "b").steps == 0
-    assert read(tmp_path / "b").torn == len(foreign)
+    assert read(tmp_path / "b").torn == len(foreign_line)
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"\n", b"{}\n", b"not json\n", b"\x00" * 100, b'{"format":1,"crc":"00000000"}\n']
 )
-def test_a_journal_without_a_sound_header_is_refused(tmp_path, content):
+def test_journal_without_a_valid_header_is_refused(tmp_path, content):
     (tmp_path / NAME).write_bytes(content)
     with pytest.raises(JournalError, match="header"):
         read(tmp_path)
 
 
-def test_two_writers_are_refused(tmp_path):
+def test_second_writer_is_refused(tmp_path):
     with Journal.create(tmp_path, HEADER):
         with pytest.raises(JournalError, match="in use by another process"):
             Journal.resume(tmp_path)
-        assert read(tmp_path).steps == 0  # readers are welcome
+        assert read(tmp_path).steps == 0  # reading is allowed
     with pytest.raises(JournalError, match="holds a run already"):
         Journal.create(tmp_path, HEADER)
     Journal.resume(tmp_path).close()
 
 
 @pytest.mark.parametrize("keep", [1.0, float(np.float32(0.99999))])
-def test_compact_form_is_small_and_the_same(tmp_path, keep):
-    records = written(tmp_path, steps=20_000, keep=keep)
+def test_compact_journal_is_small_and_has_the_same_updates(tmp_path, keep):
+    records = write_journal(tmp_path, steps=20_000, keep=keep)
     size = export_compact(read(tmp_path), tmp_path / "j.mezzo")
     assert size < 100_000
-    found = import_compact(tmp_path / "j.mezzo")
-    assert [r.update for r in found.records] == [r.update for r in records]
-    assert found.marks == {20_000: "abc"}
-    assert found.header.seed == 4
+    content = import_compact(tmp_path / "j.mezzo")
+    assert [r.update for r in content.records] == [r.update for r in records]
+    assert content.marks == {20_000: "abc"}
+    assert content.header.seed == 4
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 400))
-def test_hostile_compact_files_are_refused_in_one_line(tmp_path_factory, junk, cut):
-    folder = tmp_path_factory.mktemp("hostile")
-    written(folder)
+def test_damaged_compact_journals_are_refused_in_one_line(tmp_path_factory, junk, cut):
+    folder = tmp_path_factory.mktemp("damaged")
+    write_journal(folder)
     export_compact(read(folder), folder / "j.mezzo")
     data = (folder / "j.mezzo").read_bytes()
-    place = min(cut, len(data) - 1)
-    broken = data[:place] + junk + data[place + len(junk) + 1 :]
-    if broken == data:
+    start = min(cut, len(data) - 1)
+    damaged = data[:start] + junk + data[start + len(junk) + 1 :]
+    if damaged == data:
         return
-    (folder / "j.mezzo").write_bytes(broken)
+    (folder / "j.mezzo").write_bytes(damaged)
     with pytest.raises(JournalError) as caught:
         import_compact(folder / "j.mezzo")
     assert "\n" not in str(caught.value)
 
 
-def test_lines_are_json_for_other_programs(tmp_path):
-    written(tmp_path, steps=2)
+def test_journal_lines_are_plain_json(tmp_path):
+    write_journal(tmp_path, steps=2)
     lines = [json.loads(line) for line in (tmp_path / NAME).read_text().splitlines()]
     assert lines[1]["step"] == 0
     assert len(lines[1]["losses"]) == 2

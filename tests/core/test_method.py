@@ -1,4 +1,4 @@
-"""Schedules, clipping, batches, estimator, configuration: the parts of the method that need no model."""
+"""Schedules, optimizers, batches, estimators and configuration: what needs no model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mezzo.method.optimizers import Sgd, schedule
 from mezzo.types import Batch, PairRule, Probe, Prompt, Question, Readout, Slope, StepRecord, Update
 
 
-def test_schedules():
+def test_schedules_with_and_without_warmup():
     assert [schedule("constant", 2.0, 4)(s) for s in range(4)] == [2.0] * 4
     assert [schedule("linear", 2.0, 4)(s) for s in range(4)] == [2.0, 1.5, 1.0, 0.5]
     assert [schedule("cosine", 2.0, 4)(s) for s in range(4)] == pytest.approx(
@@ -36,14 +36,14 @@ def test_schedules():
         schedule("linear", 1.0, 10, warmup=11)
 
 
-def test_updates_average_clip_and_decay():
+def test_sgd_averages_slopes_clips_and_decays():
     update = Sgd(lambda _: 0.1, weight_decay=0.5, clip=2.0).update([Slope(7, 8.0), Slope(9, -1.0)], 0)
     assert update.terms == ((7, float(np.float32(0.1 * 2.0 / 2))), (9, float(np.float32(-0.1 / 2))))
     assert update.keep == float(np.float32(0.95))
 
 
 @given(st.integers(0, 10**6), st.integers(1, 60), st.integers(1, 80), st.integers(0, 200))
-def test_batches_are_a_pure_function_and_every_epoch_shows_each_example_once(seed, count, size, step):
+def test_batches_are_deterministic_and_an_epoch_has_each_example_once(seed, count, size, step):
     assert batch_indices(seed, step, count, size) == batch_indices(seed, step, count, size)
     stream = [i for s in range(step, step + 2 * count) for i in batch_indices(seed, s, count, size)]
     first = -(step * size) % count
@@ -51,13 +51,13 @@ def test_batches_are_a_pure_function_and_every_epoch_shows_each_example_once(see
     assert sorted(epoch) == list(range(count))
 
 
-def test_a_set_smaller_than_a_batch_is_used_whole():
+def test_data_smaller_than_a_batch_is_used_completely():
     prompts = [Prompt((i,), label=0) for i in range(5)]
     batch = make_batches(prompts, Readout("words", words=(1,)), 0, 64)(3)
     assert sorted(p.ids[0] for p in batch.prompts) == list(range(5))
 
 
-def test_spsa_asks_in_pairs_and_tells_slopes():
+def test_spsa_probes_come_in_pairs_and_give_slopes():
     estimator = Spsa(seed=3, eps=0.5, samples=2)
     probes = estimator.ask(11)
     seeds = [step_seed(3, 11, sample) for sample in (0, 1)]
@@ -68,12 +68,12 @@ def test_spsa_asks_in_pairs_and_tells_slopes():
         ((seeds[1], -0.5),),
     ]
     assert estimator.tell(probes, np.array([3.0, 1.0, 0.0, 4.0])) == (Slope(seeds[0], 2.0), Slope(seeds[1], -4.0))
-    for wrong in ({"eps": 0.0}, {"eps": 1.0, "samples": 0}):
+    for invalid in ({"eps": 0.0}, {"eps": 1.0, "samples": 0}):
         with pytest.raises(ConfigError):
-            Spsa(seed=0, **wrong)
+            Spsa(seed=0, **invalid)
 
 
-def test_tables_and_options_of_one_name_do_not_collide(tmp_path):
+def test_tables_and_options_of_the_same_name_do_not_collide(tmp_path):
     path = tmp_path / "c.toml"
     path.write_text('model = "x"\n[task]\ntask = "rte"\nk = 3\n[space]\nrank = 2\n')
     merged = {**from_file(path), "task": "sst-2", "space": "lora"}
@@ -102,13 +102,13 @@ def test_tables_and_options_of_one_name_do_not_collide(tmp_path):
         ({"targets": 3}, "targets must be a list of words"),
     ],
 )
-def test_bad_values_are_explained(values, message):
+def test_invalid_values_are_explained(values, message):
     with pytest.raises(ConfigError, match=message):
         from_mapping(values)
 
 
 class NormalizedSgd:
-    """An optimizer with state: slopes are divided by the root of their running mean square."""
+    """An optimizer with state: it divides slopes by the root of their running mean square."""
 
     def __init__(self) -> None:
         self.lr, self.mean_square = (lambda step: 0.1), 0.0
@@ -118,13 +118,13 @@ class NormalizedSgd:
         return Update(tuple((s.seed, float(np.float32(self.lr(step) * s.value / size))) for s in slopes))
 
     def pair_rule(self, step, spread):
-        return None  # a device does not know the state
+        return None  # the device does not have the state
 
     def observe(self, record):
         self.mean_square = 0.9 * self.mean_square + 0.1 * sum(g * g for g in record.slopes)
 
 
-def method_of(optimizer) -> EstimatorMethod:
+def make_method(optimizer) -> EstimatorMethod:
     batch = Batch((Prompt((1,), label=0, position=0),) * 2, Readout("words", words=(3, 4)))
     return EstimatorMethod(OBJECTIVES["cross_entropy"], Spsa(seed=3, eps=0.5), optimizer, lambda step: batch)
 
@@ -144,45 +144,45 @@ def run_steps(method: EstimatorMethod, first: int, last: int) -> list[StepRecord
     return records
 
 
-def test_optimizer_state_is_rebuilt_from_the_records_of_a_resumed_run():
-    whole = run_steps(method_of(NormalizedSgd()), 0, 8)
-    resumed = method_of(NormalizedSgd())
-    for record in whole[:5]:
+def test_optimizer_state_is_rebuilt_from_records_on_resume():
+    uninterrupted = run_steps(make_method(NormalizedSgd()), 0, 8)
+    resumed = make_method(NormalizedSgd())
+    for record in uninterrupted[:5]:
         resumed.observe(record)
-    assert run_steps(resumed, 5, 8) == whole[5:]
-    assert run_steps(method_of(NormalizedSgd()), 5, 8) != whole[5:], (
-        "the state must matter for this test to mean anything"
+    assert run_steps(resumed, 5, 8) == uninterrupted[5:]
+    assert run_steps(make_method(NormalizedSgd()), 5, 8) != uninterrupted[5:], (
+        "the test needs an optimizer whose state matters"
     )
 
 
-def test_a_step_describes_itself_to_a_device_only_where_a_device_can_run_it():
-    step = method_of(Sgd(lambda _: 0.1, clip=2.0)).device_step(4)
+def test_only_steps_that_a_device_can_run_have_a_device_step():
+    step = make_method(Sgd(lambda _: 0.1, clip=2.0)).device_step(4)
     assert step is not None and step.rule == PairRule(1.0, 0.1, 2.0, 1.0) and step.probes == Spsa(3, 0.5).ask(4)
-    assert method_of(NormalizedSgd()).device_step(4) is None
+    assert make_method(NormalizedSgd()).device_step(4) is None
     for objective in (OBJECTIVES["accuracy"], ScoreObjective(cross_entropy)):
-        assert replace(method_of(Sgd(lambda _: 0.1)), objective=objective).device_step(4) is None
-    two = replace(method_of(Sgd(lambda _: 0.1)), estimator=Spsa(3, 0.5, samples=2))
-    assert two.device_step(4) is None
+        assert replace(make_method(Sgd(lambda _: 0.1)), objective=objective).device_step(4) is None
+    two_samples = replace(make_method(Sgd(lambda _: 0.1)), estimator=Spsa(3, 0.5, samples=2))
+    assert two_samples.device_step(4) is None
 
 
-def test_a_method_may_ask_several_questions_in_a_step():
+def test_method_may_ask_several_questions_in_a_step():
     def step():
         first = yield Question(Batch((), Readout("words")), (Probe(),))
         second = yield Question(Batch((), Readout("words")), (Probe(((1, first),)),))
         return StepRecord(0, (second,), (), Update(), 0.0)
 
-    asked = []
+    asked_probes = []
 
     def reply(question: Question) -> float:
-        asked.append(question.probes)
-        return float(len(asked))
+        asked_probes.append(question.probes)
+        return float(len(asked_probes))
 
     questions = step()
     record = answer_questions(questions, next(questions), reply)
-    assert record.losses == (2.0,) and asked == [(Probe(),), (Probe(((1, 1.0),)),)]
+    assert record.losses == (2.0,) and asked_probes == [(Probe(),), (Probe(((1, 1.0),)),)]
 
 
-def test_losses_that_are_not_finite_skip_the_step():
-    method = method_of(Sgd(lambda _: 1e300))
+def test_nonfinite_losses_and_updates_skip_the_step():
+    method = make_method(Sgd(lambda _: 1e300))
     assert method.conclude(0, np.array([np.nan, 1.0])).skipped and method.conclude(0, np.array([2.0, 1.0])).skipped
     assert method.conclude(0, np.array([2.0, 1.0])).update.empty

@@ -1,4 +1,4 @@
-"""Noise is a pure function with known values: NumPy's Philox, sound moments, independent streams, any slice in any order."""
+"""Noise is a pure function: NumPy's Philox, known values, moments, independent streams, slices that equal the whole."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SEEDS = st.integers(0, 2**64 - 1)
 
 
 @given(SEEDS, st.text(max_size=20), st.integers(0, 300), st.integers(0, 300))
-def test_words_are_numpys_philox(seed, name, start, length):
+def test_words_equal_numpys_philox(seed, name, start, length):
     key = np.array([seed, noise.name_hash(name)], dtype=np.uint64)
     expected = np.random.Philox(key=key).random_raw(start + length)[start:]
     np.testing.assert_array_equal(noise.words(seed, name, start, start + length), expected)
 
 
-def test_known_answers():
-    """These values are the format: a change here breaks every journal ever written."""
+def test_values_of_the_format():
+    """These values are part of the file format: changing them breaks every existing journal."""
     assert noise.VERSION == "philox4x64-10/1"
     assert noise.name_hash("a") == int.from_bytes(hashlib.blake2b(b"a", digest_size=8).digest(), "little")
     assert [hex(word) for word in noise.words(1, "a", 0, 4)] == KNOWN_WORDS
@@ -44,15 +44,15 @@ def test_known_answers():
 
 @pytest.mark.parametrize("kind", noise.KINDS)
 @given(SEEDS, st.integers(1, 400), st.data())
-def test_concatenated_shards_equal_the_whole(kind, seed, count, data):
+def test_concatenated_slices_equal_the_whole(kind, seed, count, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, count), max_size=5)))
     edges = [0, *cuts, count]
-    shards = [noise.dense(kind, seed, "w", a, b) for a, b in itertools.pairwise(edges)]
-    np.testing.assert_array_equal(np.concatenate(shards), noise.dense(kind, seed, "w", 0, count))
+    slices = [noise.dense(kind, seed, "w", a, b) for a, b in itertools.pairwise(edges)]
+    np.testing.assert_array_equal(np.concatenate(slices), noise.dense(kind, seed, "w", 0, count))
 
 
 @pytest.mark.parametrize("kind", noise.KINDS)
-def test_moments(kind):
+def test_moments_are_those_of_the_distribution(kind):
     z = noise.dense(kind, 5, "w", 0, 1_000_000).astype(np.float64)
     assert abs(z.mean()) < 4e-3
     assert abs(z.var() - 1) < 5e-3
@@ -96,11 +96,11 @@ def test_torch_noise_is_the_same_function(kind, shape, longest, monkeypatch):
     np.testing.assert_array_equal(source.dense(9, "w", count).numpy(), whole)
     ids = torch.tensor([[3, 0], [6, 3]])
     np.testing.assert_array_equal(source.rows(9, "w", shape, ids).numpy(), whole.reshape(shape)[ids.numpy()])
-    for ours, theirs in zip(source.factors(9, "w", shape, 3), noise.factors(9, "w", shape, 3), strict=True):
-        np.testing.assert_array_equal(ours.numpy(), theirs)
+    for actual, expected in zip(source.factors(9, "w", shape, 3), noise.factors(9, "w", shape, 3), strict=True):
+        np.testing.assert_array_equal(actual.numpy(), expected)
 
 
-def test_low_rank_products_are_exact_integers_with_unit_variance():
+def test_low_rank_products_are_integers_with_unit_variance():
     left, right = noise.factors(2, "w", (200, 300), 8)
     product = left @ right.T
     np.testing.assert_array_equal(product, np.rint(product))
@@ -113,7 +113,7 @@ def test_order_is_a_permutation(seed, count):
     assert sorted(noise.order(seed, "batches", count).tolist()) == list(range(count))
 
 
-def test_uniform_fills_its_range():
+def test_uniform_values_fill_the_range():
     values = noise.uniform(3, "w", 100_000, 0.25)
     assert values.min() >= -0.25
     assert values.max() < 0.25

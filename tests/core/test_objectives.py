@@ -1,4 +1,4 @@
-"""Objectives against plain formulas, and rewards over text."""
+"""Objectives, metrics and intervals against plain formulas, and rewards of generated text."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def scores_and_labels(seed: int = 0, classes: int = 3, n: int = 40) -> tuple[np.
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_every_objective_gives_one_loss_per_probe_and_prefers_the_right_answer(name):
+def test_every_objective_gives_one_loss_per_probe_and_prefers_correct_scores(name):
     scores, labels = scores_and_labels()
     vocabulary = OBJECTIVES[name].vocabulary
     batch = batch_of(labels, Readout("words", words=(1, 2, 3), vocabulary=vocabulary))
     losses = get_objective(name).losses(scores, batch)
     assert losses.shape == (4,)
     assert losses.dtype == np.float64
-    right = np.eye(3, dtype=np.float32)[labels][None] * 10
-    assert get_objective(name).losses(right, batch)[0] < losses.min()
+    correct = np.eye(3, dtype=np.float32)[labels][None] * 10
+    assert get_objective(name).losses(correct, batch)[0] < losses.min()
 
 
-def test_cross_entropy_is_torchs_and_ignores_a_constant_per_row():
+def test_cross_entropy_equals_torch_and_ignores_a_constant_per_row():
     scores, labels = scores_and_labels()
     expected = [
         float(torch.nn.functional.cross_entropy(torch.tensor(s).double(), torch.tensor(labels))) for s in scores
@@ -46,16 +46,18 @@ def test_cross_entropy_is_torchs_and_ignores_a_constant_per_row():
     np.testing.assert_allclose(cross_entropy(shifted.astype(np.float32), batch_of(labels)), expected, rtol=1e-5)
 
 
-def test_normalised_scores_are_taken_as_they_are():
+def test_log_probabilities_are_not_normalised_again():
     scores, labels = scores_and_labels()
-    whole = batch_of(labels, Readout("words", words=(1, 2, 3), vocabulary=True))
+    vocabulary_batch = batch_of(labels, Readout("words", words=(1, 2, 3), vocabulary=True))
     picked = np.take_along_axis(scores, np.array(labels)[None, :, None], 2)[:, :, 0].astype(np.float64)
-    np.testing.assert_allclose(cross_entropy(scores, whole), -picked.mean(1))
-    answers = Batch(tuple(Prompt((1,), label=0, candidates=((5, 6),)) for _ in labels), Readout("candidates"))
-    np.testing.assert_allclose(cross_entropy(scores[:, :, :1], answers), -scores[:, :, 0].astype(np.float64).mean(1))
+    np.testing.assert_allclose(cross_entropy(scores, vocabulary_batch), -picked.mean(1))
+    candidate_batch = Batch(tuple(Prompt((1,), label=0, candidates=((5, 6),)) for _ in labels), Readout("candidates"))
+    np.testing.assert_allclose(
+        cross_entropy(scores[:, :, :1], candidate_batch), -scores[:, :, 0].astype(np.float64).mean(1)
+    )
 
 
-def test_metrics_against_their_definitions():
+def test_metrics_match_their_definitions():
     predicted, labels = np.array([1, 1, 0, 1, 0, 0, 1, 0]), np.array([1, 0, 0, 1, 1, 0, 1, 0])
     assert METRICS["accuracy"](predicted, labels) == 6 / 8
     assert METRICS["f1"](predicted, labels) == pytest.approx(2 * 3 / (2 * 3 + 1 + 1))
@@ -68,7 +70,7 @@ def test_metrics_against_their_definitions():
 
 
 @given(st.integers(0, 10**6), st.integers(2, 5))
-def test_balanced_predictions_use_every_label_about_equally(seed, classes):
+def test_calibrated_predictions_use_every_label_about_equally(seed, classes):
     rng = np.random.default_rng(seed)
     scores = rng.normal(size=(200, classes)) + rng.normal(size=classes) * 3
     counts = np.bincount(calibrated_predictions(scores), minlength=classes)
@@ -77,18 +79,18 @@ def test_balanced_predictions_use_every_label_about_equally(seed, classes):
         assert abs(int(counts[0]) - int(counts[1])) <= 1
 
 
-def test_intervals():
+def test_confidence_intervals():
     low, high = wilson_interval(0.8, 400)
     assert (round(low, 3), round(high, 3)) == (0.758, 0.836)
     assert wilson_interval(1.0, 10)[1] == pytest.approx(1.0)
     labels = np.array([0, 1] * 100)
     low, high = bootstrap_interval(labels, labels, "f1")
     assert low == high == 1.0
-    found = evaluate_scores(np.eye(3)[[0, 1, 2, 1]], batch_of([0, 1, 2, 2]), "accuracy")
-    assert (found.accuracy, found.n) == (0.75, 4)
+    evaluation = evaluate_scores(np.eye(3)[[0, 1, 2, 1]], batch_of([0, 1, 2, 2]), "accuracy")
+    assert (evaluation.accuracy, evaluation.n) == (0.75, 4)
 
 
-def test_users_functions_are_checked(tmp_path, monkeypatch):
+def test_objectives_of_the_user_are_checked(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("def good(scores, batch):\n    return scores.sum((1, 2))\n\nbad = 3\n")
     monkeypatch.chdir(tmp_path)
     scores, labels = scores_and_labels()
@@ -107,7 +109,7 @@ def test_users_functions_are_checked(tmp_path, monkeypatch):
         get_objective(lambda s, b: s).losses(scores, batch_of(labels))
 
 
-def test_text_rewards():
+def test_text_rewards_compare_normalised_answers():
     prompt = Prompt((1,), answers=("The Eiffel Tower", "Eiffel tower, Paris"))
     assert text_f1("the eiffel tower!", prompt) == 1.0
     assert text_f1("tower", prompt) == pytest.approx(2 / 3)

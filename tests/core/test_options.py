@@ -1,4 +1,4 @@
-"""Every option says all about itself, and the registries say what engines, spaces and noise can do."""
+"""Options have complete metadata, and the registries of engines, spaces and noise declare what each can do."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mezzo.engines.sglang.support import refuse_space
 from mezzo.errors import ConfigError, SpaceError
 from mezzo.method import noise
 from mezzo.method.space import ADAPTERS, SPACES, Space, select
-from mezzo.runs import setup
+from mezzo.runs.setup import resolve_setup
 from mezzo.types import TensorInfo
 
 # ---- options
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_an_option_has_complete_metadata(name):
+def test_option_has_complete_metadata(name):
     option, text = OPTIONS[name], str(TYPES[name])
     assert option.name == name
     assert option.help and not option.help.endswith(".")
@@ -37,7 +37,7 @@ def test_an_option_has_complete_metadata(name):
     if "int" in text or "float" in text:
         assert option.positive or option.at_least is not None, "a number has bounds"
     for choice in option.values:
-        assert choice in option.help, "help names every choice"
+        assert choice in option.help, "the help text names every choice"
     if option.values and not option.open_choices:
         assert option.default in (None, (), *option.values)
     if option.pairs:
@@ -48,7 +48,7 @@ def test_an_option_has_complete_metadata(name):
     assert not option.unsafe(option.default)
 
 
-def test_aliases_are_unique_and_no_options():
+def test_aliases_are_unique_and_differ_from_option_names():
     aliases = [alias for option in OPTIONS.values() for alias in option.aliases]
     assert len(aliases) == len(set(aliases))
     assert not set(aliases) & set(OPTIONS)
@@ -58,15 +58,15 @@ REQUIRED = {"export": ["run", "adapter"], "verify": ["run"], "report": ["run"], 
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_has_the_options_that_name_it(name):
+def test_command_has_the_options_that_declare_it(name):
     parsed = set(vars(build_parser().parse_args([name, *REQUIRED.get(name, [])])))
     options = set(OPTIONS) if name == "train" else set(option_names(commands=name))
-    own = {argument.name.lstrip("-").replace("-", "_") for argument in COMMANDS[name].arguments}
-    assert parsed & set(OPTIONS) - own == options
-    assert not options & own
+    arguments = {argument.name.lstrip("-").replace("-", "_") for argument in COMMANDS[name].arguments}
+    assert parsed & set(OPTIONS) - arguments == options
+    assert not options & arguments
 
 
-def test_options_are_found_by_their_facts():
+def test_option_names_filters_by_metadata():
     assert option_names(runs_code=None, contacts=None) == tuple(n for n in OPTIONS if n not in UNSAFE)
     assert "steps" in option_names(resumable=True, per_model=True)
     assert option_names(commands="bench", resumable=True) == ("device", "threads")
@@ -81,7 +81,7 @@ UNSAFE: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", UNSAFE)
-def test_values_that_run_code_or_contact_machines_are_unsafe(name):
+def test_values_that_run_code_or_contact_hosts_are_unsafe(name):
     unsafe, safe = UNSAFE[name]
     assert OPTIONS[name].unsafe(unsafe)
     assert not OPTIONS[name].unsafe(safe)
@@ -101,7 +101,7 @@ def test_numbers_outside_the_bounds_are_refused(name):
 # ---- engines
 
 
-def test_an_engine_gets_its_own_options_only():
+def test_engine_options_are_refused_by_other_engines():
     values = {"tp": 2, "url": ("http://host",), "quantize": "8bit"}
     for name, value in values.items():
         owners = [engine for engine, info in ENGINES.items() if name in info.options]
@@ -138,11 +138,11 @@ def test_sglang_trains_what_it_declares():
 
 
 def test_engines_that_declare_it_generate():
-    from mezzo.engines.sglang.inprocess.engine import SGLangEngine
+    from mezzo.engines.sglang.inprocess.engine import InProcessEngine
     from mezzo.engines.sglang.server.engine import ServerEngine
     from mezzo.engines.torch.engine import TorchEngine
 
-    for name, classes in {"torch": [TorchEngine], "sglang": [SGLangEngine, ServerEngine]}.items():
+    for name, classes in {"torch": [TorchEngine], "sglang": [InProcessEngine, ServerEngine]}.items():
         for cls in classes:
             assert ENGINES[name].generates == callable(getattr(cls, "generate", None))
             assert all(
@@ -150,15 +150,15 @@ def test_engines_that_declare_it_generate():
             )
 
 
-def test_an_engine_without_workers_or_text_is_not_asked_for_them(monkeypatch):
+def test_workers_and_generation_are_refused_for_engines_without_them(monkeypatch):
     monkeypatch.setitem(ENGINES, "small", EngineInfo(factory="x:y", workers=False, generates=False))
     with pytest.raises(ConfigError, match="workers cannot run the small engine"):
         from_mapping({"engine": "small", "workers": 2})
     with pytest.raises(ConfigError, match="the small engine does not produce"):
-        setup.prepare(api.resolve({"engine": "small", "model": "mezzo/llama-mini", "task": "squad"}))
+        resolve_setup(api.resolve({"engine": "small", "model": "mezzo/llama-mini", "task": "squad"}))
 
 
-def test_an_unknown_engine_is_refused():
+def test_unknown_engine_is_refused():
     with pytest.raises(ConfigError, match="did you mean 'torch'"):
         from_mapping({"engine": "troch"})
     with pytest.raises(ConfigError, match="did you mean 'torch'"):
@@ -178,7 +178,7 @@ def test_unknown_noise_is_refused_everywhere():
             draw("cauchy", 1, "w", 0, 8)
 
 
-def test_a_choice_of_noise_says_what_it_is():
+def test_noise_choices_declare_kind_and_low_rank():
     kinds = {name: (choice.kind, choice.low_rank) for name, choice in noise.NOISES.items()}
     assert kinds["rademacher"] == ("rademacher", False)
     assert kinds["gaussian"] == ("gaussian", False)
@@ -196,9 +196,9 @@ TENSORS = (
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_adapters_add_tensors_and_other_spaces_do_not(name):
-    of_model = tuple(t for t in TENSORS if t.kind != "prefix" or name == "prefix")
-    trained = select(Space(name), of_model)
+def test_only_adapter_spaces_add_tensors(name):
+    model_tensors = tuple(t for t in TENSORS if t.kind != "prefix" or name == "prefix")
+    trained = select(Space(name), model_tensors)
     shapes = {t.name: t.shape for t in TENSORS}
     added = [t for t in trained if shapes.get(t.name) != t.shape]
     assert bool(added) == Space(name).adapter == (name in ADAPTERS)

@@ -1,13 +1,9 @@
-"""A run to damage, and what every damaged file must lead to: one line, exit 2, nothing written elsewhere."""
+"""A valid run to damage, and commands that must refuse damaged files: one line, exit code 2, no files written elsewhere."""
 
 from __future__ import annotations
 
-import json
-import shutil
-import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -17,8 +13,8 @@ from mezzo.cli import main
 
 
 @pytest.fixture(scope="session")
-def sound_run(tiny_folder: str, tiny_data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("sound") / "run"
+def valid_run(tiny_folder: str, tiny_data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("valid") / "run"
     options = {"space": "lora", "steps": 4, "batch_size": 4, "eval_every": 2, "threads": 1, "device": "cpu"}
     api.finetune(tiny_folder, task="sst-2", train=tiny_data, dev=tiny_data, **options, lr=1e-3, out=str(out))
     return out
@@ -30,66 +26,43 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a command runs: nothing may appear beside what it is pointed at."""
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for input files. Commands run in its subfolder `here` and may write in its subfolder `run` only."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path
 
 
 @pytest.fixture
-def answered(place: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Run a command: its exit code and what it said. A refusal is one line, and nothing is written outside a run."""
+def run_command(workspace: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Run a command; return its exit code and stderr. A refusal is one line, and nothing is written outside the run."""
 
     def call(*arguments: str) -> tuple[int, str]:
-        before = _outside(place)
+        before = _file_sizes_outside_run(workspace)
         code = main(list(arguments))
-        said = capsys.readouterr().err
+        stderr = capsys.readouterr().err
         if code == 2:
-            assert said.startswith("mezzo: "), said
-            assert said.count("\n") == 1, said
-            assert "Traceback" not in said
-        assert _outside(place) == before
-        return code, said
+            assert stderr.startswith("mezzo: "), stderr
+            assert stderr.count("\n") == 1, stderr
+            assert "Traceback" not in stderr
+        assert _file_sizes_outside_run(workspace) == before
+        return code, stderr
 
     return call
 
 
 @pytest.fixture
-def refused(answered: Callable[..., tuple[int, str]]) -> Callable[..., str]:
-    """Run a command that must say no; return what it said."""
+def expect_refusal(run_command: Callable[..., tuple[int, str]]) -> Callable[..., str]:
+    """Run a command that must be refused; return its error message."""
 
     def call(*arguments: str) -> str:
-        code, said = answered(*arguments)
-        assert code == 2, (code, said)
-        return said
+        code, stderr = run_command(*arguments)
+        assert code == 2, (code, stderr)
+        return stderr
 
     return call
 
 
-def tree(folder: Path) -> dict[str, int]:
-    return {str(path.relative_to(folder)): path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()}
-
-
-def _outside(place: Path) -> dict[str, int]:
-    return {path: size for path, size in tree(place).items() if not path.startswith("run/")}
-
-
-def copy_of(run: Path, place: Path) -> Path:
-    shutil.rmtree(place / "run", ignore_errors=True)
-    shutil.copytree(run, place / "run")
-    return place / "run"
-
-
-def signed(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Write a journal whose checksums are right: a stranger can compute them too."""
-    out, salt = [], 0
-    for number, line in enumerate(lines):
-        text = json.dumps({key: value for key, value in line.items() if key != "crc"}, separators=(",", ":")).encode()
-        out.append(b'%s,"crc":"%08x"}\n' % (text[:-1], zlib.crc32(text, salt)))
-        salt = zlib.crc32(out[0]) if number == 0 else salt
-    path.write_bytes(b"".join(out))
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
+def _file_sizes_outside_run(folder: Path) -> dict[str, int]:
+    sizes = {str(path.relative_to(folder)): path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()}
+    return {path: size for path, size in sizes.items() if not path.startswith("run/")}

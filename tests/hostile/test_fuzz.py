@@ -1,11 +1,10 @@
-"""Whatever is in a file: an error line, never a traceback, never a write elsewhere."""
+"""Fuzzing: whatever a file contains, a command works or prints one error line; no traceback, no files written elsewhere."""
 
 from __future__ import annotations
 
 import copy
 import json
 import shutil
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,18 @@ from hypothesis import strategies as st
 
 from mezzo.cli import main
 from mezzo.errors import MezzoError
-from mezzo.journal.compact import MAGIC, export_compact, import_compact
+from mezzo.journal.compact import export_compact, import_compact
 from mezzo.journal.journal import read
 from mezzo.tasks import load_examples
 from mezzo.types import Example
-from tests.hostile.conftest import copy_of, lines_of, signed
+from tests.hostile.files import (
+    copy_run,
+    eval_command,
+    read_compact_header,
+    read_json_lines,
+    replace_compact_header,
+    write_journal,
+)
 
 QUICK = settings(
     max_examples=40,
@@ -41,124 +47,108 @@ VALUES = st.recursive(
 )
 
 
-def explained(call: Callable[[], Any]) -> Any:
-    """What it gives, or the line that says why not."""
+def result_or_message(call: Callable[[], Any]) -> Any:
+    """Return the result of a call, or the message of the error it raises."""
     try:
         return call()
     except MezzoError as error:
-        line = str(error)
-    assert len(line) < 2000
-    return line
+        message = str(error)
+    assert len(message) < 2000
+    return message
 
 
-def is_told(call: Callable[[], Any]) -> bool:
-    """Whether it gives examples, or a line that says why not."""
-    found = explained(call)
-    return bool(found) if isinstance(found, str) else all(isinstance(example, Example) for example in found)
+def loads_or_explains(call: Callable[[], Any]) -> bool:
+    """Whether a call returns examples or raises an error with a message."""
+    result = result_or_message(call)
+    return bool(result) if isinstance(result, str) else all(isinstance(example, Example) for example in result)
 
 
-def paths_of(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def json_paths(value: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths (keys and indices) of all values in a JSON value, itself first."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [here, *[path for key, item in inner for path in paths_of(item, (*here, key))]]
+    return [prefix, *[path for key, item in inner for path in json_paths(item, (*prefix, key))]]
 
 
-def changed(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    """A copy in which the value at a path is another one; DROP removes it."""
-    out = copy.deepcopy(value)
-    place = out
+def replace_at(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    """A copy with another value at a path; DELETED removes the key or item."""
+    result = copy.deepcopy(value)
+    parent = result
     for key in path[:-1]:
-        place = place[key]
-    if new is DROP:
-        del place[path[-1]]
+        parent = parent[key]
+    if new is DELETED:
+        del parent[path[-1]]
     else:
-        place[path[-1]] = new
-    return out
+        parent[path[-1]] = new
+    return result
 
 
-DROP = object()
-SWAPS = st.one_of(VALUES, st.just(DROP))
+DELETED = object()
+REPLACEMENTS = st.one_of(VALUES, st.just(DELETED))
 
 
 @SLOWER
-@given(pick=st.integers(0, 10**6), new=SWAPS, verb=st.sampled_from(["verify", "resume"]))
-def test_headers_of_strangers(sound_run, answered, place, pick, new, verb):
-    run = copy_of(sound_run, place)
-    journal = lines_of(run / "journal.jsonl")
-    paths = paths_of(journal[0])[1:]
-    journal[0] = changed(journal[0], paths[pick % len(paths)], new)
-    signed(run / "journal.jsonl", journal)
+@given(pick=st.integers(0, 10**6), new=REPLACEMENTS, action=st.sampled_from(["verify", "resume"]))
+def test_journal_headers_with_a_changed_value_never_crash(valid_run, run_command, workspace, pick, new, action):
+    run = copy_run(valid_run, workspace)
+    journal = read_json_lines(run / "journal.jsonl")
+    paths = json_paths(journal[0])[1:]
+    journal[0] = replace_at(journal[0], paths[pick % len(paths)], new)
+    write_journal(run / "journal.jsonl", journal)
     limits = ["--steps", "5", "--time-limit", "0.05", "--eval-limit", "4", "--threads", "1", "--device", "cpu"]
-    command = ["verify", str(run)] if verb == "verify" else ["train", "--resume", str(run), *limits]
-    code, said = answered(*command)
-    assert code in (0, 1, 2), said
+    command = ["verify", str(run)] if action == "verify" else ["train", "--resume", str(run), *limits]
+    code, stderr = run_command(*command)
+    assert code in (0, 1, 2), stderr
 
 
 @QUICK
-@given(number=st.integers(1, 5), pick=st.integers(0, 100), new=SWAPS)
-def test_records_of_strangers(sound_run, answered, place, number, pick, new):
-    run = copy_of(sound_run, place)
-    journal = lines_of(run / "journal.jsonl")
+@given(number=st.integers(1, 5), pick=st.integers(0, 100), new=REPLACEMENTS)
+def test_journal_records_with_a_changed_value_never_crash(valid_run, run_command, workspace, number, pick, new):
+    run = copy_run(valid_run, workspace)
+    journal = read_json_lines(run / "journal.jsonl")
     number = min(number, len(journal) - 1)
-    paths = paths_of(journal[number])[1:]
-    journal[number] = changed(journal[number], paths[pick % len(paths)], new)
-    signed(run / "journal.jsonl", journal)
-    code, said = answered("verify", str(run))
-    assert code in (0, 1, 2), said
+    paths = json_paths(journal[number])[1:]
+    journal[number] = replace_at(journal[number], paths[pick % len(paths)], new)
+    write_journal(run / "journal.jsonl", journal)
+    code, stderr = run_command("verify", str(run))
+    assert code in (0, 1, 2), stderr
 
 
 @QUICK
 @given(junk=st.binary(max_size=400), where=st.integers(0, 5000))
-def test_journals_of_bytes(sound_run, answered, place, junk, where):
-    run = copy_of(sound_run, place)
+def test_journals_with_random_bytes_never_crash(valid_run, run_command, workspace, junk, where):
+    run = copy_run(valid_run, workspace)
     data = (run / "journal.jsonl").read_bytes()
     (run / "journal.jsonl").write_bytes(data[:where] + junk + data[where + len(junk) :])
-    code, said = answered("export", str(run), "journal", "--out", str(run / "j.mezzo"))
-    assert code in (0, 2), said
+    code, stderr = run_command("export", str(run), "journal", "--out", str(run / "j.mezzo"))
+    assert code in (0, 2), stderr
 
 
 @QUICK
-@given(pick=st.integers(0, 10**6), new=SWAPS)
-def test_compact_journals_with_sound_checksums(sound_run, tmp_path, pick, new):
-    content = read(sound_run)
-    export_compact(content, tmp_path / "sound.mezzo")
-    sound = stored_header(tmp_path / "sound.mezzo")
-    paths = [path for path in paths_of(sound)[1:] if path[0] in ("steps", "samples", "seed", "marks")]
-    header = changed(sound, paths[pick % len(paths)], new)
-    (tmp_path / "odd.mezzo").write_bytes(with_header(tmp_path / "sound.mezzo", header))
-    found = explained(lambda: import_compact(tmp_path / "odd.mezzo"))
-    assert isinstance(found, str) or len(found.records) <= 4
-
-
-def stored_header(path: Path) -> dict[str, Any]:
-    """The header of a compact journal as it is stored."""
-    body = path.read_bytes()[len(MAGIC) + 4 :]
-    return json.loads(zlib.decompress(body[8 : 8 + int.from_bytes(body[:8], "little")]))
-
-
-def with_header(path: Path, header: Any, coefs: bytes | None = None, keeps: bytes | None = None) -> bytes:
-    """A compact journal with another header (and other parts), its checksum put right."""
-    data = path.read_bytes()[len(MAGIC) + 4 :]
-    parts = []
-    while data:
-        length = int.from_bytes(data[:8], "little")
-        parts.append(data[8 : 8 + length])
-        data = data[8 + length :]
-    parts[0] = zlib.compress(json.dumps(header).encode())
-    parts[1:] = [coefs or parts[1], keeps or parts[2]]
-    body = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-    return MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
+@given(pick=st.integers(0, 10**6), new=REPLACEMENTS)
+def test_compact_journals_with_a_changed_value_and_a_valid_checksum_never_crash(valid_run, tmp_path, pick, new):
+    content = read(valid_run)
+    export_compact(content, tmp_path / "valid.mezzo")
+    valid_header = read_compact_header(tmp_path / "valid.mezzo")
+    paths = [path for path in json_paths(valid_header)[1:] if path[0] in ("steps", "samples", "seed", "marks")]
+    header = replace_at(valid_header, paths[pick % len(paths)], new)
+    (tmp_path / "changed.mezzo").write_bytes(replace_compact_header(tmp_path / "valid.mezzo", header))
+    result = result_or_message(lambda: import_compact(tmp_path / "changed.mezzo"))
+    assert isinstance(result, str) or len(result.records) <= 4
 
 
 @QUICK
-@given(line=st.integers(0, 20), pick=st.integers(0, 100), new=SWAPS)
-def test_metrics_and_settings_of_strangers(sound_run, refused, place, line, pick, new):
-    run = copy_of(sound_run, place)
-    rows = lines_of(run / "metrics.jsonl")
-    rows[line % len(rows)] = changed(rows[line % len(rows)], paths_of(rows[line % len(rows)])[1:][0], new)
+@given(line=st.integers(0, 20), pick=st.integers(0, 100), new=REPLACEMENTS)
+def test_eval_of_a_run_with_changed_metrics_and_config_is_refused_in_one_line(
+    valid_run, expect_refusal, workspace, line, pick, new
+):
+    run = copy_run(valid_run, workspace)
+    rows = read_json_lines(run / "metrics.jsonl")
+    index = line % len(rows)
+    rows[index] = replace_at(rows[index], json_paths(rows[index])[1:][0], new)
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps(changed(found, (list(found)[pick % len(found)],), new)))
-    assert refused("eval", str(run), "--data", str(run / "none.jsonl"))
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(replace_at(config, (list(config)[pick % len(config)],), new)))
+    assert expect_refusal("eval", str(run), "--data", str(run / "none.jsonl"))
 
 
 TOML = """[model]
@@ -173,59 +163,61 @@ words = ["negative=bad", "positive=good"]
 
 @QUICK
 @given(junk=st.text(max_size=40), where=st.integers(0, len(TOML)))
-def test_configurations(answered, place, junk, where):
-    path = place / "c.toml"
+def test_config_files_with_random_text_never_crash(run_command, workspace, junk, where):
+    path = workspace / "c.toml"
     path.write_text(TOML[:where] + junk + TOML[where + len(junk) :], encoding="utf-8", errors="replace")
-    code, said = answered("train", "--config", str(path), "--print-config")
-    assert code in (0, 2), said
-    code, said = answered("tasks", "show", str(path))
-    assert code in (0, 2), said
+    code, stderr = run_command("train", "--config", str(path), "--print-config")
+    assert code in (0, 2), stderr
+    code, stderr = run_command("tasks", "show", str(path))
+    assert code in (0, 2), stderr
 
 
 @pytest.mark.parametrize(
     "content",
     ["a = " + "[" * 5000, 'lr = "' + "9" * 5000 + '"', "steps = " + "9" * 5000, "seed = 1e400", "x.y.z = 1", "\x00"],
 )
-def test_configurations_that_are_too_much(content, refused, place):
-    (place / "c.toml").write_text(content)
-    assert refused("train", "--config", str(place / "c.toml"))
+def test_config_files_with_extreme_values_are_refused(content, expect_refusal, workspace):
+    (workspace / "c.toml").write_text(content)
+    assert expect_refusal("train", "--config", str(workspace / "c.toml"))
 
 
-KINDS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet")
+FILE_TYPES = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet")
 ROWS = [{"text": "a dull film", "label": "negative"}, {"text": 'a "warm", film', "label": "positive"}]
 
 
-def sound_bytes(kind: str, folder: Path) -> bytes:
-    if kind == ".parquet":
+def valid_bytes(suffix: str, folder: Path) -> bytes:
+    if suffix == ".parquet":
         import pyarrow as arrow
         from pyarrow import parquet
 
-        parquet.write_table(arrow.Table.from_pylist(ROWS * 10), folder / "sound.parquet")
-        return (folder / "sound.parquet").read_bytes()
-    if kind == ".json":
+        parquet.write_table(arrow.Table.from_pylist(ROWS * 10), folder / "valid.parquet")
+        return (folder / "valid.parquet").read_bytes()
+    if suffix == ".json":
         return json.dumps(ROWS).encode()
-    if kind == ".jsonl":
+    if suffix == ".jsonl":
         return "".join(json.dumps(row) + "\n" for row in ROWS).encode()
-    sign = "\t" if kind == ".tsv" else ","
-    return f"text{sign}label\na dull film{sign}negative\na warm film{sign}positive\n".encode()
+    separator = "\t" if suffix == ".tsv" else ","
+    return f"text{separator}label\na dull film{separator}negative\na warm film{separator}positive\n".encode()
 
 
 @settings(QUICK, max_examples=150)
-@given(kind=st.sampled_from(KINDS), junk=st.binary(max_size=60), where=st.integers(0, 900), whole=st.booleans())
-def test_data_files(tmp_path, kind, junk, where, whole):
-    sound = b"" if whole else sound_bytes(kind, tmp_path)
-    where = where % (len(sound) + 1)
-    path = tmp_path / f"data{kind}"
-    path.write_bytes(sound[:where] + junk + sound[where + len(junk) :])
+@given(
+    suffix=st.sampled_from(FILE_TYPES), junk=st.binary(max_size=60), where=st.integers(0, 900), only_junk=st.booleans()
+)
+def test_data_files_with_random_bytes_never_crash(tmp_path, suffix, junk, where, only_junk):
+    valid = b"" if only_junk else valid_bytes(suffix, tmp_path)
+    where = where % (len(valid) + 1)
+    path = tmp_path / f"data{suffix}"
+    path.write_bytes(valid[:where] + junk + valid[where + len(junk) :])
     for labelled in (True, "ignore"):
-        assert is_told(lambda labelled=labelled: load_examples(str(path), "sst-2", labelled=labelled))
+        assert loads_or_explains(lambda labelled=labelled: load_examples(str(path), "sst-2", labelled=labelled))
 
 
 @settings(QUICK, max_examples=60)
 @given(
     rows=st.lists(VALUES, max_size=4), encoding=st.sampled_from(["utf-8", "latin-1", "utf-16", "idna", "hex", "nope"])
 )
-def test_data_of_any_shape(tmp_path, rows, encoding):
+def test_data_rows_of_any_shape_never_crash(tmp_path, rows, encoding):
     for name, text in (
         ("data.jsonl", "".join(json.dumps(row) + "\n" for row in rows)),
         ("data.json", json.dumps(rows)),
@@ -233,50 +225,50 @@ def test_data_of_any_shape(tmp_path, rows, encoding):
     ):
         (tmp_path / name).write_text(text)
         for task in ("sst-2", "copa", "squad", "record"):
-            assert is_told(lambda name=name, task=task: load_examples(str(tmp_path / name), task, encoding=encoding))
+            assert loads_or_explains(
+                lambda name=name, task=task: load_examples(str(tmp_path / name), task, encoding=encoding)
+            )
 
 
 MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 @SLOWER
-@given(name=st.sampled_from(MODEL_FILES), pick=st.integers(0, 10**6), new=SWAPS)
-def test_model_folders_of_strangers(tiny_folder, tiny_data, answered, place, name, pick, new):
-    folder = place / "model"
+@given(name=st.sampled_from(MODEL_FILES), pick=st.integers(0, 10**6), new=REPLACEMENTS)
+def test_model_folders_with_a_changed_value_never_crash(
+    tiny_folder, tiny_data, run_command, workspace, name, pick, new
+):
+    folder = workspace / "model"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(tiny_folder, folder)
     content = json.loads((folder / name).read_text())
-    paths = [path for path in paths_of(content)[1:] if len(path) < 4]
-    (folder / name).write_text(json.dumps(changed(content, paths[pick % len(paths)], new)))
-    code, said = answered(*evaluated(folder, tiny_data))
-    assert code in (0, 2), said
+    paths = [path for path in json_paths(content)[1:] if len(path) < 4]
+    (folder / name).write_text(json.dumps(replace_at(content, paths[pick % len(paths)], new)))
+    code, stderr = run_command(*eval_command(folder, tiny_data))
+    assert code in (0, 2), stderr
 
 
 @QUICK
 @given(
     name=st.sampled_from([*MODEL_FILES, "model.safetensors"]), junk=st.binary(max_size=50), where=st.integers(0, 3000)
 )
-def test_model_folders_of_bytes(tiny_folder, tiny_data, answered, place, name, junk, where):
-    folder = place / "model"
+def test_model_folders_with_random_bytes_never_crash(tiny_folder, tiny_data, run_command, workspace, name, junk, where):
+    folder = workspace / "model"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(tiny_folder, folder)
     data = (folder / name).read_bytes()
     (folder / name).write_bytes(data[:where] + junk + data[where + len(junk) :])
-    code, said = answered(*evaluated(folder, tiny_data))
-    assert code in (0, 2), said
+    code, stderr = run_command(*eval_command(folder, tiny_data))
+    assert code in (0, 2), stderr
 
 
-def evaluated(folder: Path, data: str) -> list[str]:
-    return ["eval", "--model", str(folder), "--task", "sst-2", "--data", data, "--threads", "1", "--device", "cpu"]
-
-
-def test_the_sound_files_are_accepted(sound_run, tiny_folder, tiny_data, refused, place):
-    """Without this, refusing everything would pass."""
-    run = copy_of(sound_run, place)
-    signed(run / "journal.jsonl", lines_of(run / "journal.jsonl"))
+def test_valid_files_are_accepted(valid_run, tiny_folder, tiny_data, workspace):
+    """The other tests would pass if every file were refused."""
+    run = copy_run(valid_run, workspace)
+    write_journal(run / "journal.jsonl", read_json_lines(run / "journal.jsonl"))
     assert main(["verify", str(run)]) == 0
-    assert main(evaluated(Path(tiny_folder), tiny_data)) == 0
-    for kind in KINDS:
-        if kind != ".txt":
-            (place / f"data{kind}").write_bytes(sound_bytes(kind, place))
-            assert len(load_examples(str(place / f"data{kind}"), "sst-2")) >= 2
+    assert main(eval_command(Path(tiny_folder), tiny_data)) == 0
+    for suffix in FILE_TYPES:
+        if suffix != ".txt":
+            (workspace / f"data{suffix}").write_bytes(valid_bytes(suffix, workspace))
+            assert len(load_examples(str(workspace / f"data{suffix}"), "sst-2")) >= 2

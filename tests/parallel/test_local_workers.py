@@ -22,7 +22,7 @@ from mezzo.journal.journal import read
 from mezzo.runs.folder import Folder
 from tests.parallel.faulty_engine import FACTORY, set_fault
 from tests.parallel.process_tree import descendants, end_within, listening_addresses, worker_pids
-from tests.processes import start, wait_for
+from tests.processes import start_run, wait_for_lines
 
 
 @pytest.mark.parametrize("space", ["lora", "full"])
@@ -200,9 +200,9 @@ def test_killing_workers_repeatedly_and_the_driver_twice_gives_same_digest(optio
     run, killed = tmp_path / "r", 0
     for part in range(3):
         is_resumed = (run / "journal.jsonl").exists()
-        driver = start({"resume": str(run)} if is_resumed else {**long, "workers": 2, "out": str(run)})
+        driver = start_run({"resume": str(run)} if is_resumed else {**long, "workers": 2, "out": str(run)})
         steps_before = read(run).steps if is_resumed else 0
-        wait_for(run / "journal.jsonl", steps_before + 10)
+        wait_for_lines(run / "journal.jsonl", steps_before + 10)
         children = descendants(driver.pid)
         while driver.is_alive() and read(run).steps < 120 * (part + 1):
             if pids := worker_pids(driver.pid):
@@ -227,11 +227,11 @@ def test_resume_after_stopped_worker_and_killing_all_processes_gives_same_digest
     options, single_process_digests, tmp_path
 ):
     run = tmp_path / "r"
-    driver = start({**options, "workers": 2, "worker_timeout": 4.0, "out": str(run)})
-    wait_for(run / "journal.jsonl", 10)
+    driver = start_run({**options, "workers": 2, "worker_timeout": 4.0, "out": str(run)})
+    wait_for_lines(run / "journal.jsonl", 10)
     pids = worker_pids(driver.pid)
     os.kill(pids[0], signal.SIGSTOP)
-    wait_for(run / "journal.jsonl", read(run).steps + 10)
+    wait_for_lines(run / "journal.jsonl", read(run).steps + 10)
     for pid in (driver.pid, *descendants(driver.pid)):
         os.kill(pid, signal.SIGKILL)
     driver.join()

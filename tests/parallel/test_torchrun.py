@@ -18,7 +18,7 @@ from mezzo import api
 from mezzo.errors import ConfigError, JournalError
 from mezzo.journal.journal import read
 from tests.parallel.process_tree import LOOPBACK, descendants, listening_addresses, torchrun_rank
-from tests.processes import wait_for
+from tests.processes import wait_for_lines
 
 
 def torchrun_command(ranks: int, *more: str) -> list[str]:
@@ -77,13 +77,13 @@ def test_torchrun_restarts_recover_from_stopped_rank_and_killed_driver(options, 
     with log.open("w") as stderr, (tmp_path / "stdout").open("w") as stdout:
         process = subprocess.Popen([*torchrun_command(2, "--max-restarts", "3"), *train], stdout=stdout, stderr=stderr)
         try:
-            wait_for(run / "journal.jsonl", 20, 120)
+            wait_for_lines(run / "journal.jsonl", 20, 120)
             pids = {torchrun_rank(pid): pid for pid in descendants(process.pid)}
             assert set(listening_addresses([pids[0], pids[1]])) <= set(LOOPBACK), "ranks of one machine use loopback"
             os.kill(pids[1], signal.SIGSTOP)
             wait_for_text(log, "a rank did not answer within 5 s")
             os.kill(pids[1], signal.SIGCONT)
-            wait_for(run / "journal.jsonl", read(run).steps + 20, 120)
+            wait_for_lines(run / "journal.jsonl", read(run).steps + 20, 120)
             pids = {torchrun_rank(pid): pid for pid in descendants(process.pid)}
             os.kill(pids[0], signal.SIGKILL)
             assert process.wait(200) == 0, log.read_text()[-3000:]

@@ -118,7 +118,7 @@ def test_run_resumes_on_another_server_after_kill(server, data, tmp_path):  # no
         np.testing.assert_allclose([r.losses for r in ours], [r.losses for r in theirs], atol=1e-4)
         assert api.verify(tmp_path / "cut").ok
         assert run.accuracy == uninterrupted.accuracy
-        rebuilt, _ = api.rebuilt(tmp_path / "cut", at=run.best_step)
+        rebuilt, _ = api.open_run(tmp_path / "cut", at=run.best_step)
         assert_same_weights(second, rebuilt.state())
 
         # Evaluated at the base model, the same server shows no trace of the run.

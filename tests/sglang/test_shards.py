@@ -121,8 +121,7 @@ def test_updates_of_shards_equal_updates_of_complete_matrices(dtype, ranks):
             layer.weight = torch.nn.Parameter(torch.cat(values).contiguous(), requires_grad=False)
             shards |= layer_map
         matrices = MatrixShards(trained, shards, NoiseSource("rademacher", torch.device("cpu")))
-        for update in updates:
-            matrices.apply(update)
+        matrices.apply(updates)
         for each in trained:
             shard = shards[each.name]
             index = slice(*shard.rows), slice(*shard.cols)

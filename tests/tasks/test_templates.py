@@ -7,8 +7,8 @@ import pytest
 from mezzo.errors import TaskError
 from mezzo.tasks import Task
 from mezzo.tasks.catalogue import T1, T2, T3, T4, T5
-from mezzo.tasks.template_ast import LabelWord, Slot, SpecialToken, Text, append_demonstrations, prepend_demonstrations
-from mezzo.tasks.templates import ends_with_space, parse, render
+from mezzo.tasks.template_ast import LabelWord, Slot, SpecialToken, Text
+from mezzo.tasks.templates import append_demonstrations, ends_with_space, parse, prepend_demonstrations, render
 
 ONE, TWO = ("text",), ("premise", "hypothesis")
 CLS, MASK, SEP = SpecialToken("cls"), SpecialToken("mask"), SpecialToken("sep", advance=True)

@@ -16,7 +16,7 @@ from mezzo.method.objectives import cross_entropy
 from mezzo.method.optimizers import Sgd
 from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, Prompt, Readout
-from tests.conftest import make_batch, make_llama, make_roberta, settled
+from tests.conftest import make_batch, make_llama, make_roberta, scale_up_weights
 from tests.reference import plain_scores
 
 EPS = 1e-2
@@ -33,7 +33,7 @@ def make_tiny_engine(dtype: str) -> TorchEngine:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     config = RobertaConfig(vocab_size=120, max_position_embeddings=16, type_vocab_size=1, **sizes)
-    return TorchEngine(settled(RobertaForMaskedLM(config)).to(getattr(torch, dtype)), Space("full"))
+    return TorchEngine(scale_up_weights(RobertaForMaskedLM(config)).to(getattr(torch, dtype)), Space("full"))
 
 
 def make_learnable_batch(count: int) -> Batch:

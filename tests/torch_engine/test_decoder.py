@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from mezzo.method.space import Space
 from mezzo.types import Probe
 from tests.conftest import make_batch, make_llama
-from tests.reference import plain_scores, written
+from tests.reference import plain_model, plain_scores
 from tests.torch_engine.test_families import FAMILIES, make
 from tests.torch_engine.test_kernel_forwards import PAIR, engine_of
 from tests.torch_engine.triton_device import DEVICE, INTERPRETED, MARKS
@@ -87,7 +87,7 @@ def test_scores_equal_a_plain_model_with_perturbed_weights(family, probes, monke
     wanted = {"rotate": (layers - 1) * forwards, "gate": layers * forwards, "norm": norms * forwards}
     assert {name: count for name, count in wanted.items() if count} == dict(ran)
     expected = [
-        plain_scores(written(pristine, engine.trained, engine.state(), "rademacher", probe, space), batch)
+        plain_scores(plain_model(pristine, engine.trained, engine.state(), "rademacher", probe, space), batch)
         for probe in probes
     ]
     for _ in range(1 if INTERPRETED else 3):  # as it comes, captured, replayed

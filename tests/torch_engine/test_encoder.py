@@ -14,7 +14,7 @@ from mezzo.engines.torch.weights import flat_buffer
 from mezzo.method.space import Space
 from mezzo.types import Probe
 from tests.conftest import make_batch, make_encoder
-from tests.reference import plain_scores, written
+from tests.reference import plain_model, plain_scores
 from tests.torch_engine.triton_device import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS
@@ -70,7 +70,8 @@ def test_scores_equal_a_plain_model_with_perturbed_weights(layers, space, kind, 
     layers.clear()
     for pair in (PAIR, (Probe(), Probe())):
         expected = [
-            plain_scores(written(pristine, engine.trained, engine.state(), kind, probe, space), batch) for probe in pair
+            plain_scores(plain_model(pristine, engine.trained, engine.state(), kind, probe, space), batch)
+            for probe in pair
         ]
         np.testing.assert_allclose(engine.score(batch, pair), expected, rtol=1e-4, atol=2e-5)
     assert len(layers) == (2 if space.kind == "lora" else 4), "kernels are what is tested"
@@ -83,7 +84,7 @@ def test_other_families(layers, family):
     engine = engine_of(model, SPACES["full"], "rademacher")
     layers.clear()
     expected = [
-        plain_scores(written(pristine, engine.trained, engine.state(), "rademacher", probe, SPACES["full"]), batch)
+        plain_scores(plain_model(pristine, engine.trained, engine.state(), "rademacher", probe, SPACES["full"]), batch)
         for probe in PAIR
     ]
     np.testing.assert_allclose(engine.score(batch, PAIR), expected, rtol=1e-4, atol=2e-5)

@@ -14,8 +14,8 @@ from mezzo.engines.torch.engine import TorchEngine
 from mezzo.errors import MezzoError, SpaceError
 from mezzo.method.space import Space
 from mezzo.types import Batch, MicroBatch, Probe, Prompt, Readout
-from tests.conftest import VOCAB, make_batch, settled
-from tests.reference import plain_scores, written
+from tests.conftest import VOCAB, make_batch, scale_up_weights
+from tests.reference import plain_model, plain_scores
 
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -74,7 +74,7 @@ PAIR = (Probe(((7, 0.02),)), Probe(((7, -0.02),)))
 def make(name: str, options: dict[str, Any]) -> torch.nn.Module:
     torch.manual_seed(0)
     kind = getattr(transformers, name)
-    return settled(kind(kind.config_class(**options)))
+    return scale_up_weights(kind(kind.config_class(**options)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
@@ -94,7 +94,9 @@ def test_scores_equal_a_plain_model_with_perturbed_weights(family, space, dtype)
     engine.check(batch, 1e-2)
     scores = engine.score(batch, PAIR)
     for index, probe in enumerate(PAIR):
-        expected = plain_scores(written(pristine, engine.trained, engine.state(), "rademacher", probe, space), batch)
+        expected = plain_scores(
+            plain_model(pristine, engine.trained, engine.state(), "rademacher", probe, space), batch
+        )
         np.testing.assert_allclose(scores[index], expected, rtol=1e-5, atol=2e-5)
     assert np.abs(scores[0] - scores[1]).max() > 1e-3
 
@@ -127,7 +129,7 @@ def test_candidates_of_prompts_around_the_length_of_a_window(family, window):
     batch = Batch(prompts, Readout("candidates"))
     probe = Probe(((7, 0.02),))
     found = engine.score(batch, [probe, Probe()])
-    twin = written(pristine, engine.trained, engine.state(), "rademacher", probe, space)
+    twin = plain_model(pristine, engine.trained, engine.state(), "rademacher", probe, space)
     np.testing.assert_allclose(found[0], plain_scores(twin, batch), rtol=1e-4, atol=2e-5)
     engine.check(batch, 1e-2)
 
@@ -147,7 +149,7 @@ def test_bidirectional_decoder(family, kind, lengths):
     )
     batch = Batch(prompts, Readout("words", words=(11, 47)) if not labels else Readout("head", classes=2))
     probe = Probe(((7, 0.02),))
-    twin = written(pristine, engine.trained, engine.state(), "rademacher", probe, space)
+    twin = plain_model(pristine, engine.trained, engine.state(), "rademacher", probe, space)
     with torch.no_grad():
         logits = [twin(input_ids=torch.tensor([prompt.ids])).logits[0] for prompt in prompts]
     expected = [one.numpy() if labels else one[2, [11, 47]].numpy() for one in logits]

@@ -15,7 +15,7 @@ from mezzo.engines.torch.weights import flat_buffer
 from mezzo.method.space import Space
 from mezzo.types import MicroBatch, Probe, Update
 from tests.conftest import make_batch, make_llama, make_roberta
-from tests.reference import plain_scores, written
+from tests.reference import plain_model, plain_scores
 from tests.torch_engine.test_families import FAMILIES, PAIR, make
 from tests.torch_engine.test_memory import beside, large_engine, step_of
 
@@ -71,7 +71,7 @@ def test_scores_equal_weights_written_in(family, dtype, small, monkeypatch):
         scores = engine.score(batch, PAIR)
         assert np.abs(scores[0] - scores[1]).max() > 1e-3
         for index, probe in enumerate(PAIR):
-            twin = written(pristine, engine.trained, engine.state(), "rademacher", probe, space)
+            twin = plain_model(pristine, engine.trained, engine.state(), "rademacher", probe, space)
             expected = plain_scores(twin, batch)
             ordinary = plain_scores(twin.to("cuda", dtype), batch)
             rounding = max(2e-4, float(torch.finfo(dtype).eps)) * max(1.0, np.abs(expected).max())

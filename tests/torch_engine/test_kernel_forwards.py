@@ -13,7 +13,7 @@ from mezzo.engines.torch.weights import flat_buffer
 from mezzo.method.space import Space
 from mezzo.types import Batch, MicroBatch, Probe, Prompt, Question, Readout, Update
 from tests.conftest import MODELS, VOCAB, make_batch, make_llama, make_roberta
-from tests.reference import plain_scores, written
+from tests.reference import plain_model, plain_scores
 from tests.torch_engine.test_families import DECODER, make
 from tests.torch_engine.triton_device import DEVICE, INTERPRETED, MARKS
 
@@ -52,7 +52,7 @@ def test_scores_equal_a_plain_model_with_perturbed_weights(make, space, kind, sm
     pristine, batch = copy.deepcopy(model), make_batch(4)
     engine = engine_of(model, space, kind)
     expected = [
-        plain_scores(written(pristine, engine.trained, engine.state(), kind, probe, space), batch) for probe in PAIR
+        plain_scores(plain_model(pristine, engine.trained, engine.state(), kind, probe, space), batch) for probe in PAIR
     ]
     for _ in range(1 if INTERPRETED else 3):  # as it comes, captured, replayed
         np.testing.assert_allclose(engine.score(batch, PAIR), expected, rtol=1e-4, atol=2e-5)
@@ -84,7 +84,7 @@ def test_no_low_rank_product_is_computed_twice(kind, options, space, monkeypatch
     assert len(computed) >= 7 * 2
     assert len(set(computed)) == len(computed), "nothing twice from equally many positions"
     expected = [
-        plain_scores(written(pristine, engine.trained, engine.state(), "rademacher", probe, SPACES[space]), batch)
+        plain_scores(plain_model(pristine, engine.trained, engine.state(), "rademacher", probe, SPACES[space]), batch)
         for probe in PAIR
     ]
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5)

@@ -13,8 +13,8 @@ import transformers
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.method.space import Space
 from mezzo.types import Batch, MicroBatch, Probe, Prompt, Readout
-from tests.conftest import VOCAB, make_batch, settled
-from tests.reference import written
+from tests.conftest import VOCAB, make_batch, scale_up_weights
+from tests.reference import plain_model
 from tests.torch_engine.test_families import DECODER, SMALL
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -35,7 +35,7 @@ def make(name: str, head: str = "", **extra: Any) -> torch.nn.Module:
     family, options = FAMILIES[name]
     torch.manual_seed(0)
     kind = getattr(transformers, family + (head or ("ForMaskedLM" if name in ENCODERS else "ForCausalLM")))
-    return settled(kind(kind.config_class(**options, **extra)))
+    return scale_up_weights(kind(kind.config_class(**options, **extra)))
 
 
 def both(engine: TorchEngine, batch: Batch) -> tuple[np.ndarray, np.ndarray, int, int]:
@@ -76,7 +76,7 @@ def test_classification_head_reads_the_first_token(name):
     np.testing.assert_allclose(trimmed, whole, rtol=1e-5, atol=1e-5)
     assert few == 1
     for index, probe in enumerate(PAIR):
-        twin = written(pristine, engine.trained, engine.state(), "rademacher", probe, engine.space)
+        twin = plain_model(pristine, engine.trained, engine.state(), "rademacher", probe, engine.space)
         with torch.no_grad():
             expected = [twin(input_ids=torch.tensor([p.ids])).logits[0].numpy() for p in batch.prompts]
         np.testing.assert_allclose(trimmed[index], expected, rtol=1e-5, atol=2e-5)
@@ -101,6 +101,6 @@ def test_candidates_read_several_positions(name, shared):
 def test_last_layer_of_other_models_is_not_trimmed():
     torch.manual_seed(0)
     options = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    model = settled(transformers.GPT2LMHeadModel(transformers.GPT2Config(**options)))
+    model = scale_up_weights(transformers.GPT2LMHeadModel(transformers.GPT2Config(**options)))
     engine = TorchEngine(model, Space("full"))
     assert "forward" not in vars(engine.model.transformer.h[-1])

@@ -15,7 +15,7 @@ from mezzo.engines.hf_hub import load_tokenizer
 from mezzo.engines.torch.loading import load_model
 from mezzo.errors import ModelError, TaskError
 from mezzo.runs.setup import resolve_setup
-from tests.conftest import settled, train_tokenizer
+from tests.conftest import scale_up_weights, train_tokenizer
 from tests.torch_engine.test_families import FAMILIES, GPT2, make
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 8, 7, 6]])
@@ -90,7 +90,7 @@ def test_fresh_head_is_trained_and_rebuilt(family, tiny_data, tmp_path):
     tokenizer, (kind, options) = train_tokenizer(), FAMILIES[family]
     cls = getattr(transformers, kind)
     torch.manual_seed(0)
-    model = settled(cls(cls.config_class(**{**options, "vocab_size": len(tokenizer)})))
+    model = scale_up_weights(cls(cls.config_class(**{**options, "vocab_size": len(tokenizer)})))
     (model.base_model if family == "modernbert" else model).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     run = api.finetune(

@@ -12,7 +12,7 @@ from mezzo.engines.torch.engine import TorchEngine
 from mezzo.method.space import Space
 from mezzo.types import Batch, MicroBatch, Probe, Prompt, Readout
 from tests.conftest import make_batch, make_llama, make_roberta
-from tests.reference import plain_scores, written
+from tests.reference import plain_model, plain_scores
 
 SPACES = {
     "full": Space("full"),
@@ -52,7 +52,7 @@ def test_scores_equal_a_plain_model_with_perturbed_weights(model, pristine, spac
     for probes in (PAIR, MIXED):
         scores = engine.score(batch, probes)
         for index, probe in enumerate(probes):
-            expected = plain_scores(written(pristine, engine.trained, engine.state(), kind, probe, space), batch)
+            expected = plain_scores(plain_model(pristine, engine.trained, engine.state(), kind, probe, space), batch)
             np.testing.assert_allclose(scores[index], expected, rtol=1e-5, atol=1e-5)
     assert np.abs(scores[0] - scores[1]).max() > 1e-3, "the perturbation changes the scores"
 
@@ -67,7 +67,7 @@ def test_untied_heads_and_whole_vocabulary(tie, vocabulary):
     scores = engine.score(batch, PAIR)
     for index, probe in enumerate(PAIR):
         expected = plain_scores(
-            written(pristine, engine.trained, engine.state(), "rademacher", probe, engine.space), batch
+            plain_model(pristine, engine.trained, engine.state(), "rademacher", probe, engine.space), batch
         )
         np.testing.assert_allclose(scores[index], expected, rtol=1e-5, atol=1e-5)
 
@@ -117,7 +117,7 @@ def test_candidate_continuations_equal_teacher_forcing(reduce, shared, space):
     scores = engine.score(batch, PAIR)
     assert scores.shape == (2, 4, 3)
     for index, probe in enumerate(PAIR):
-        twin = written(pristine, engine.trained, engine.state(), "rademacher", probe, engine.space)
+        twin = plain_model(pristine, engine.trained, engine.state(), "rademacher", probe, engine.space)
         for row, prompt in enumerate(prompts):
             expected = plain_scores(twin, Batch((prompt,), batch.readout))[0]
             np.testing.assert_allclose(scores[index, row, : len(expected)], expected, rtol=1e-5, atol=1e-5)
@@ -141,7 +141,7 @@ def test_generation_equals_that_of_a_plain_model(space):
     found = engine.generate(batch, PAIR, max_new_tokens=6)
     assert found[0] != found[1], "the signs differ somewhere, else this test shows nothing"
     for index, probe in enumerate(PAIR):
-        twin = written(pristine, engine.trained, engine.state(), "rademacher", probe, engine.space)
+        twin = plain_model(pristine, engine.trained, engine.state(), "rademacher", probe, engine.space)
         for row, prompt in enumerate(batch.prompts):
             ids = torch.tensor([prompt.ids])
             plain = twin.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)

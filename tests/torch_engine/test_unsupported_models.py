@@ -11,7 +11,7 @@ import transformers
 
 from mezzo import api
 from mezzo.cli import main
-from tests.conftest import settled, train_tokenizer
+from tests.conftest import scale_up_weights, train_tokenizer
 from tests.torch_engine.test_families import DECODER, SMALL
 
 T5 = {"d_model": 32, "d_kv": 8, "num_layers": 2, "num_heads": 4, "d_ff": 48, "pad_token_id": 1}
@@ -52,7 +52,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (kind, options) in MODELS.items():
         torch.manual_seed(0)
         cls = getattr(transformers, kind)
-        settled(cls(cls.config_class(**{**options, "vocab_size": len(tokenizer)}))).save_pretrained(root / name)
+        scale_up_weights(cls(cls.config_class(**{**options, "vocab_size": len(tokenizer)}))).save_pretrained(
+            root / name
+        )
         tokenizer.save_pretrained(root / name)
     return root
 

@@ -17,7 +17,7 @@ from mezzo.method import noise, rounding
 from mezzo.method.space import USUAL_NOISE_RANK, Space
 from mezzo.types import Probe, TrainedTensor, Update
 from tests.conftest import make_batch, make_llama, make_roberta
-from tests.reference import plain_scores, written
+from tests.reference import plain_model, plain_scores
 
 SPACES = {
     "full": Space("full", decay="matrices"),
@@ -105,7 +105,9 @@ def test_large_tensors_are_perturbed_like_those_in_the_flat_buffer(make, space, 
     probes = (Probe(((5, 0.02),)), Probe(((5, -0.02),)))
     scores = engine.score(batch, probes)
     for index, probe in enumerate(probes):
-        expected = plain_scores(written(pristine, engine.trained, engine.state(), "rademacher", probe, space), batch)
+        expected = plain_scores(
+            plain_model(pristine, engine.trained, engine.state(), "rademacher", probe, space), batch
+        )
         np.testing.assert_allclose(scores[index], expected, rtol=1e-5, atol=1e-5)
 
 

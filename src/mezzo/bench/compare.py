@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mezzo.bench.table import BenchResult, Conditions, Timing
+from mezzo.bench.table import BenchResult, Timing
 from mezzo.config import RunConfig, from_mapping
 from mezzo.errors import ConfigError, nearest
 from mezzo.method.noise import NOISES
@@ -38,6 +38,7 @@ class Case:
     batch_size: int
     length: int
     samples: int
+    spread: float = 0.0
 
 
 SWEEPS: dict[str, Callable[[Case], Iterator[Case]]] = {
@@ -69,15 +70,16 @@ def bench(
         raise ConfigError(f"sweep is one of {', '.join(SWEEPS)}, not {sweep!r}{nearest(sweep, SWEEPS)}")
     cases: list[Case] = []
     for model in config.model.split(","):
-        case = Case(config, model.strip().removeprefix("mezzo/"), config.batch_size or 16, length, config.samples)
+        name = model.strip().removeprefix("mezzo/")
+        case = Case(config, name, config.batch_size or 16, length, config.samples, spread)
         cases += SWEEPS[sweep](case) if sweep else (case,)
     for case in cases:  # all before the first is timed: an error in the last one must not cost the others
-        check_case(case, spread)
+        check_case(case)
     timings: list[Timing] = []
     for case in cases:
         log(f"{case.model}, batch {case.batch_size}, length {case.length}, {case.samples} direction(s) …")
-        case_timings = _time_case(case, spaces, spread, rounds, published)
-        if case_timings[0].conditions.device == "cpu" and config.dtype != "float32":
+        case_timings = _time_case(case, spaces, rounds, published)
+        if case_timings[0].conditions["device"] == "cpu" and config.dtype != "float32":
             log(
                 f"on a CPU mezzo stores {config.dtype} and computes in float32; the published rows compute in {config.dtype}"
             )
@@ -86,7 +88,7 @@ def bench(
     return BenchResult(tuple(timings))
 
 
-def check_case(case: Case, spread: float) -> None:
+def check_case(case: Case) -> None:
     """Raise ConfigError for a case that its model cannot run."""
     # Imported here, like everything that imports torch, so that errors in options are reported without waiting for it.
     from mezzo.bench import shapes
@@ -94,9 +96,9 @@ def check_case(case: Case, spread: float) -> None:
     if case.length < MIN_LENGTH:
         raise ConfigError(f"length must be at least {MIN_LENGTH}, not {case.length}")
     limit, padded = shapes.max_tokens(shapes.find_shape(case.model)), case.config.max_length or 0
-    longest = round(case.length * (1 + spread))
+    longest = round(case.length * (1 + case.spread))
     if longest > limit:
-        spreading = f" with --spread {spread:g}" if spread else ""
+        spreading = f" with --spread {case.spread:g}" if case.spread else ""
         raise ConfigError(
             f"{case.model} reads at most {limit} tokens: length {case.length}{spreading} makes {longest}, which do not fit"
         )
@@ -108,14 +110,18 @@ def check_case(case: Case, spread: float) -> None:
         )
 
 
-def _time_case(case: Case, spaces: list[tuple[str, str]], spread: float, rounds: int, published: bool) -> list[Timing]:
+def _time_case(case: Case, spaces: list[tuple[str, str]], rounds: int, published: bool) -> list[Timing]:
+    import torch
+
     from mezzo.bench import timing
 
-    threads, setting = _set_threads(case.config.threads), build_setting(case, spread)
+    if case.config.threads:
+        torch.set_num_threads(case.config.threads)
+    setting = build_setting(case)
     with ExitStack() as stack:
         factories = contender_factories(case.config, setting, spaces, published, stack)
         contenders = timing.time_in_turns(factories, setting.device, rounds)
-    bare, conditions = contenders[BARE], _conditions(case, setting, spread, threads, rounds)
+    bare, conditions = contenders[BARE], {**_conditions(case, setting), "rounds": rounds}
     timings = [
         Timing(
             what=name,
@@ -134,33 +140,25 @@ def _time_case(case: Case, spaces: list[tuple[str, str]], spread: float, rounds:
     return timings
 
 
-def _conditions(case: Case, setting: Setting, spread: float, threads: int, rounds: int) -> Conditions:
+def _conditions(case: Case, setting: Setting) -> dict[str, Any]:
     import torch
 
     from mezzo import __version__
 
-    config, device = case.config, setting.device
-    return Conditions(
-        model=case.model,
-        batch_size=case.batch_size,
-        length=case.length,
-        spread=spread,
-        samples=case.samples,
-        micro_batch=config.micro_batch,
-        max_length=setting.max_length,
-        rank=config.rank,
-        noise_rank=config.noise_rank,
-        dtype=config.dtype,
-        device=device.type,
-        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        threads=threads,
-        rounds=rounds,
-        torch=torch.__version__,
-        mezzo=__version__,
-    )
+    device = setting.device
+    return {
+        **{name: getattr(case, name) for name in ("model", "batch_size", "length", "spread", "samples")},
+        **{name: getattr(case.config, name) for name in ("micro_batch", "rank", "noise_rank", "dtype")},
+        "max_length": setting.max_length,
+        "device": device.type,
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "mezzo": __version__,
+    }
 
 
-def build_setting(case: Case, spread: float) -> Setting:
+def build_setting(case: Case) -> Setting:
     """The model shape, batch and device of a case."""
     import torch
 
@@ -168,7 +166,7 @@ def build_setting(case: Case, spread: float) -> Setting:
     from mezzo.engines.torch.loading import device_of
 
     config, shape = case.config, shapes.find_shape(case.model)
-    batch = shapes.random_batch(shape, case.batch_size, case.length, spread)
+    batch = shapes.random_batch(shape, case.batch_size, case.length, case.spread)
     longest = max(len(prompt.ids) for prompt in batch.prompts)
     return contenders.Setting(
         shape,
@@ -218,17 +216,6 @@ def parse_space(text: str) -> tuple[str, str]:
     return kind, noise
 
 
-def _set_threads(count: int | None) -> int:
-    import torch
-
-    if count:
-        torch.set_num_threads(count)
-    return torch.get_num_threads()
-
-
 def _larger_models(name: str) -> tuple[str, ...]:
     """This model and the larger ones of its family."""
-    for names in MODELS_BY_SIZE:
-        if name in names:
-            return names[names.index(name) :]
-    return (name,)
+    return next((names[names.index(name) :] for names in MODELS_BY_SIZE if name in names), (name,))

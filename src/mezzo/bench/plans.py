@@ -44,7 +44,7 @@ def forward_plans(options: Mapping[str, Any]) -> Iterator[ForwardPlan]:
 
 
 def _forward_plan(config: RunConfig, model: str, kind: str, noise: str) -> ForwardPlan:
-    setting = build_setting(Case(config, model, 1, MIN_LENGTH, 1), 0.0)
+    setting = build_setting(Case(config, model, 1, MIN_LENGTH, spread=0.0, samples=1))
     space = make_space(config.replace(space=kind, noise=noise))
     plan = setting.engine(space, NOISES[noise].kind).plan
     return ForwardPlan(model, kind, noise, config.dtype, str(setting.device), str(plan), plan.to_list())

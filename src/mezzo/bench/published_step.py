@@ -17,7 +17,6 @@ from torch import Tensor, nn
 class StepResult:
     """The losses and the slope of one published step."""
 
-    seed: int
     loss_plus: float
     loss_minus: float
     slope: float
@@ -39,7 +38,7 @@ def step(
     for parameter in parameters:
         z = draw_noise(parameter)
         parameter.data = parameter.data - lr * (slope * z + weight_decay * parameter.data)
-    return StepResult(seed, float(plus), float(minus), slope)
+    return StepResult(float(plus), float(minus), slope)
 
 
 @torch.no_grad()

@@ -23,31 +23,25 @@ class Shape:
 
 
 def roberta_shape(hidden: int, layers: int, heads: int, vocabulary: int = 50265) -> Shape:
-    sizes = {
-        "vocab_size": vocabulary,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * hidden,
-        "max_position_embeddings": 514,
-        "type_vocab_size": 1,
-    }
-    return Shape("masked", sizes, "roberta.embeddings.LayerNorm.bias")
+    sizes = _sizes(hidden, layers, heads, vocabulary, inner=4 * hidden, positions=514)
+    return Shape("masked", {**sizes, "type_vocab_size": 1}, "roberta.embeddings.LayerNorm.bias")
 
 
 def llama_shape(hidden: int, layers: int, heads: int, groups: int, inner: int, vocabulary: int, tie: bool) -> Shape:
-    sizes = {
+    sizes = _sizes(hidden, layers, heads, vocabulary, inner, positions=4096)
+    others = {"num_key_value_heads": groups, "tie_word_embeddings": tie, "pad_token_id": 1}
+    return Shape("causal", {**sizes, **others}, "model.norm.weight")
+
+
+def _sizes(hidden: int, layers: int, heads: int, vocabulary: int, inner: int, positions: int) -> dict[str, int]:
+    return {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": groups,
         "intermediate_size": inner,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": tie,
-        "pad_token_id": 1,
+        "max_position_embeddings": positions,
     }
-    return Shape("causal", sizes, "model.norm.weight")
 
 
 SHAPES = {

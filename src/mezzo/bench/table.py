@@ -2,40 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
-
-
-@dataclass(frozen=True, slots=True)
-class Conditions:
-    """What all contenders of one comparison have in common."""
-
-    model: str
-    batch_size: int
-    length: int
-    spread: float
-    samples: int
-    micro_batch: int | None
-    max_length: int
-    rank: int
-    noise_rank: int
-    dtype: str
-    device: str
-    device_name: str
-    threads: int
-    rounds: int
-    torch: str
-    mezzo: str
-
-    def __str__(self) -> str:
-        parts = [self.model, f"batch {self.batch_size}", f"length {self.length}"]
-        if self.spread:
-            parts.append(f"spread {self.spread:g}")
-        if self.micro_batch:
-            parts.append(f"micro-batch {self.micro_batch}")
-        parts += [f"{self.samples} direction{'s' * (self.samples > 1)}", self.dtype]
-        threads = f" ({self.threads} thread{'s' * (self.threads > 1)})" if self.device == "cpu" else ""
-        return ", ".join(parts) + f", {self.device}{threads}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +20,8 @@ class Timing:
     memory_ratio: float
     all_ms: tuple[float, ...]
     """Milliseconds per step of every round."""
-    conditions: Conditions
+    conditions: Mapping[str, Any]
+    """What all contenders of one comparison have in common: model, sizes, device and versions."""
 
     def to_dict(self) -> dict[str, Any]:
         fields = asdict(self)
@@ -69,12 +39,24 @@ class BenchResult:
 
     def __str__(self) -> str:
         lines: list[str] = []
-        conditions: Conditions | None = None
+        conditions: Mapping[str, Any] = {}
         for t in self.timings:
             if t.conditions != conditions:
                 conditions = t.conditions
-                lines += ["", str(conditions), f"{'':<32}{'ms':>10}{'IQR':>9}{'÷ bare':>9}{'MiB':>10}{'÷ bare':>9}"]
+                lines += ["", _title(conditions), f"{'':<32}{'ms':>10}{'IQR':>9}{'÷ bare':>9}{'MiB':>10}{'÷ bare':>9}"]
             lines.append(
                 f"{t.what:<32}{t.ms:>10.2f}{t.iqr:>9.2f}{t.ratio:>9.2f}{t.peak_mib:>10,.0f}{t.memory_ratio:>9.2f}"
             )
         return "\n".join(lines[1:])
+
+
+def _title(conditions: Mapping[str, Any]) -> str:
+    """What distinguishes a comparison, in one line."""
+    parts = [conditions["model"], f"batch {conditions['batch_size']}", f"length {conditions['length']}"]
+    if conditions["spread"]:
+        parts.append(f"spread {conditions['spread']:g}")
+    if conditions["micro_batch"]:
+        parts.append(f"micro-batch {conditions['micro_batch']}")
+    samples, threads, device = (conditions[key] for key in ("samples", "threads", "device"))
+    device += f" ({threads} thread{'s' * (threads > 1)})" if device == "cpu" else ""
+    return ", ".join([*parts, f"{samples} direction{'s' * (samples > 1)}", conditions["dtype"], device])

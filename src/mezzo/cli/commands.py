@@ -11,17 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mezzo import api, reports
 from mezzo.cli.parser import given_options
 from mezzo.cli.progress import show_progress, show_summary
 from mezzo.config import OPTIONS, from_file
 from mezzo.errors import ConfigError, DataError
 from mezzo.journal.atomic_files import json_safe
+from mezzo.parallel.transports import torchrun
+from mezzo.runs.folder import Folder
+from mezzo.signal import measure
+from mezzo.tasks import get_task, list_tasks
 
 
 def train(options: Namespace) -> Any:
-    from mezzo import api
-    from mezzo.parallel.transports import torchrun
-
     if options.print_config:
         if options.resume:
             raise ConfigError(f"a run's configuration is in {options.resume}/config.json")
@@ -41,8 +43,6 @@ def _all_options(options: Namespace) -> dict[str, Any]:
 
 
 def _train(options: Namespace) -> Any:
-    from mezzo import api
-
     with show_progress(plain=options.json) as observe:
         source = {"config": options.config, "resume": options.resume}
         session = api.open_session(observe=observe, **source, **given_options(options))
@@ -60,8 +60,6 @@ def _train(options: Namespace) -> Any:
 
 
 def evaluate(options: Namespace) -> Any:
-    from mezzo import api
-
     evaluation = api.evaluate(options.run, data=options.data, at=options.at, **given_options(options))
     calibrated = f"calibrated {evaluation.metric} {evaluation.calibrated:.1%}"
     _show(options, f"{evaluation}\nloss {evaluation.loss:.4f}, {calibrated}")
@@ -69,8 +67,6 @@ def evaluate(options: Namespace) -> Any:
 
 
 def predict(options: Namespace) -> Any:
-    from mezzo import api
-
     count = 0
     is_table = options.data and Path(options.data).suffix.lower() not in ("", ".txt")
     rows = options.data if is_table else _read_lines(options.data)
@@ -81,8 +77,6 @@ def predict(options: Namespace) -> Any:
 
 
 def export(options: Namespace) -> Any:
-    from mezzo import api
-
     path = api.export(options.run, options.kind, options.out, options.at, options.model)
     size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) if path.is_dir() else path.stat().st_size
     _show(options, f"wrote {path} ({size:,} bytes)")
@@ -90,8 +84,6 @@ def export(options: Namespace) -> Any:
 
 
 def verify(options: Namespace) -> Any:
-    from mezzo import api
-
     verified = api.verify(options.run, options.model, options.device)
     _show(options, str(verified))
     result = {name: getattr(verified, name) for name in ("digest", "recorded", "ok", "steps", "torn")}
@@ -99,8 +91,6 @@ def verify(options: Namespace) -> Any:
 
 
 def workers(options: Namespace) -> Any:
-    from mezzo.runs.folder import Folder
-
     folder = Folder.open(options.run)
     configured = folder.read_config().get("workers")
     if not configured:
@@ -117,8 +107,6 @@ def workers(options: Namespace) -> Any:
 
 
 def report(options: Namespace) -> Any:
-    from mezzo import reports
-
     if options.watch:
         return _watch(options)
     path, runs = reports.write_page(options.runs, options.out)
@@ -137,8 +125,6 @@ def report(options: Namespace) -> Any:
 
 def _watch(options: Namespace) -> Any:
     """Serve until Ctrl-C."""
-    from mezzo import reports
-
     for run in options.runs:
         reports.read_run(run)  # a mistake is told here, not in the browser
     with reports.make_server(options.runs, options.port) as server:
@@ -150,8 +136,6 @@ def _watch(options: Namespace) -> Any:
 
 
 def tasks(options: Namespace) -> Any:
-    from mezzo.tasks import get_task, list_tasks
-
     if options.action == "show":
         if not options.name:
             raise ConfigError("name the task to show: mezzo tasks show NAME ('mezzo tasks' lists them)")
@@ -167,8 +151,6 @@ def tasks(options: Namespace) -> Any:
 
 
 def signal(options: Namespace) -> Any:
-    from mezzo.signal import measure
-
     measured = measure(given_options(options), options.directions, options.batches, options.objectives)
     _show(options, str(measured))
     return measured.to_list()
@@ -208,9 +190,8 @@ def _exit_on_signals() -> Iterator[None]:
     """Exit through Python when a job scheduler or a closed terminal ends the program, so that temporary folders are removed."""
     import signal
 
-    handled = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) == signal.SIG_DFL]
-    if threading.current_thread() is not threading.main_thread():
-        handled = []
+    signals = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    handled = [each for each in signals if signal.getsignal(each) == signal.SIG_DFL]
     for each in handled:
         signal.signal(each, lambda number, _: sys.exit(128 + number))
     try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 from mezzo import __version__
@@ -23,16 +24,11 @@ GROUPS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
 class Argument:
     """What is passed to `add_argument`."""
 
-    name: str
-    settings: dict[str, Any]
-
-
-def argument(name: str, help: str, **settings: Any) -> Argument:
-    return Argument(name, {"help": help, **settings})
+    def __init__(self, name: str, help: str, **settings: Any) -> None:
+        self.name, self.settings = name, {"help": help, **settings}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +45,11 @@ class Command:
     """What to use instead of options that this command does not have."""
 
 
-JSON = argument("--json", "the outcome as JSON on the last line of standard output", action="store_true")
-AT = argument("--at", "journal position [the best checkpoint]", type=int, metavar="STEP")
-RUN = argument("run", "run folder or compact journal", metavar="RUN")
-RUN_OR_MODEL = argument("run", "run folder or compact journal; without it, --model as it is", nargs="?", metavar="RUN")
-BASE_MODEL = argument("--model", "the base model, if it lies elsewhere than the journal says", metavar="M")
+JSON = Argument("--json", "the outcome as JSON on the last line of standard output", action="store_true")
+AT = Argument("--at", "journal position [the best checkpoint]", type=int, metavar="STEP")
+RUN = Argument("run", "run folder or compact journal", metavar="RUN")
+RUN_OR_MODEL = Argument("run", "run folder or compact journal; without it, --model as it is", nargs="?", metavar="RUN")
+BASE_MODEL = Argument("--model", "the base model, if it lies elsewhere than the journal says", metavar="M")
 SHAPES = "roberta-mini, roberta-base, roberta-large, llama-mini, llama-1b, llama-7b, or several [roberta-mini]"
 
 # fmt: off
@@ -61,9 +57,9 @@ COMMANDS = {
     "train": Command(
         help="fine-tune a model; without options, the bundled one on the bundled reviews",
         arguments=(
-            argument("--resume", "continue a run folder where its journal ends", metavar="RUN"),
-            argument("--config", "TOML file with any of the options below, or a run folder's config.json", metavar="FILE"),
-            argument("--print-config", "print the resolved configuration as TOML and exit", action="store_true"),
+            Argument("--resume", "continue a run folder where its journal ends", metavar="RUN"),
+            Argument("--config", "TOML file with any of the options below, or a run folder's config.json", metavar="FILE"),
+            Argument("--print-config", "print the resolved configuration as TOML and exit", action="store_true"),
         ),
     ),
     "eval": Command(
@@ -71,7 +67,7 @@ COMMANDS = {
         arguments=(
             RUN_OR_MODEL,
             AT,
-            argument("--data", "examples to evaluate [the bundled test set of the task]", metavar="FILE"),
+            Argument("--data", "examples to evaluate [the bundled test set of the task]", metavar="FILE"),
         ),
         function="evaluate",
     ),
@@ -80,28 +76,28 @@ COMMANDS = {
         arguments=(
             RUN_OR_MODEL,
             AT,
-            argument("--data", "a data file, or lines of text or JSON [standard input]", metavar="FILE"),
+            Argument("--data", "a data file, or lines of text or JSON [standard input]", metavar="FILE"),
         ),
     ),
     "signal": Command(
         help="measure what slopes different objectives give, before spending compute",
         arguments=(
-            argument("--directions", "random directions [16]", type=int, default=16),
-            argument("--batches", "batches per direction [8]", type=int, default=8),
-            argument("--objectives", "comma-separated, e.g. cross_entropy,accuracy@1e-3,head [all of these]", default=""),
+            Argument("--directions", "random directions [16]", type=int, default=16),
+            Argument("--batches", "batches per direction [8]", type=int, default=8),
+            Argument("--objectives", "comma-separated, e.g. cross_entropy,accuracy@1e-3,head [all of these]", default=""),
         ),
     ),
     "bench": Command(
         help="time a step beside the published recipe and a bare forward, on random weights",
         arguments=(
-            argument("--model", f"shape of the model: {SHAPES}", metavar="M"),
-            argument("--space", "spaces, e.g. lora,full:gaussian,matrices:lowrank [lora,full]", metavar="S"),
-            argument("--length", "tokens of a prompt [32]", type=int, default=32, metavar="L"),
-            argument("--spread", "lengths vary by this share [0]", type=float, default=0.0, metavar="S"),
-            argument("--rounds", "turns of every contender, at least 5 [7]", type=int, default=7, metavar="R"),
-            argument("--sweep", "show growth with batch, length, population or model", metavar="W"),
-            argument("--no-published", "leave out the published recipe, which takes longest", action="store_true"),
-            argument("--plan", "print which forward every module gets, and time nothing", action="store_true"),
+            Argument("--model", f"shape of the model: {SHAPES}", metavar="M"),
+            Argument("--space", "spaces, e.g. lora,full:gaussian,matrices:lowrank [lora,full]", metavar="S"),
+            Argument("--length", "tokens of a prompt [32]", type=int, default=32, metavar="L"),
+            Argument("--spread", "lengths vary by this share [0]", type=float, default=0.0, metavar="S"),
+            Argument("--rounds", "turns of every contender, at least 5 [7]", type=int, default=7, metavar="R"),
+            Argument("--sweep", "show growth with batch, length, population or model", metavar="W"),
+            Argument("--no-published", "leave out the published recipe, which takes longest", action="store_true"),
+            Argument("--plan", "print how each module is computed, and time nothing", action="store_true"),
         ),
         option_help={
             "batch_size": "examples a step [16]",
@@ -117,53 +113,52 @@ COMMANDS = {
         arguments=(
             RUN,
             BASE_MODEL,
-            argument("kind", "adapter, model or journal", metavar="KIND"),
-            argument("--out", "where to [inside the run folder]", metavar="PATH"),
+            Argument("kind", "adapter, model or journal", metavar="KIND"),
+            Argument("--out", "where to [inside the run folder]", metavar="PATH"),
             AT,
         ),
     ),
     "verify": Command(
         help="rebuild a run from base model and journal and compare digests",
-        arguments=(RUN, BASE_MODEL, argument("--device", "where to rebuild [a GPU if there is one]", metavar="D")),
+        arguments=(RUN, BASE_MODEL, Argument("--device", "where to rebuild [a GPU if there is one]", metavar="D")),
     ),
     "report": Command(
         help="write what became of runs as one HTML page, or serve it while they train",
         arguments=(
-            argument("runs", "run folders; several are compared", nargs="+", metavar="RUN"),
-            argument("--out", "where to [RUN/report.html; report.html for several runs]", metavar="FILE"),
-            argument("--plots", "also write every chart as SVG, and as PNG where matplotlib is installed", metavar="DIR"),
-            argument("--watch", "serve the page on this machine, up to date while runs train", action="store_true"),
-            argument("--port", "port of --watch [a free one]", type=int, default=0, metavar="N"),
+            Argument("runs", "run folders; several are compared", nargs="+", metavar="RUN"),
+            Argument("--out", "where to [RUN/report.html; report.html for several runs]", metavar="FILE"),
+            Argument("--plots", "also write every chart as SVG, and as PNG where matplotlib is installed", metavar="DIR"),
+            Argument("--watch", "serve the page on this machine, up to date while runs train", action="store_true"),
+            Argument("--port", "port of --watch [a free one]", type=int, default=0, metavar="N"),
         ),
     ),
     "workers": Command(
         help="show how many workers a run wants, or give a running one more or fewer",
         arguments=(
-            argument("run", "run folder", metavar="RUN"),
-            argument("count", "from the next step on", nargs="?", type=int, metavar="N"),
+            Argument("run", "run folder", metavar="RUN"),
+            Argument("count", "from the next step on", nargs="?", type=int, metavar="N"),
         ),
     ),
     "tasks": Command(
         help="list the tasks, or show one with a rendered example",
         arguments=(
-            argument("action", "list or show", nargs="?", choices=("list", "show"), default="list"),
-            argument("name", "task name or TOML file", nargs="?", metavar="NAME"),
-            argument("--family", "which of two tasks of that name", choices=("masked", "causal")),
+            Argument("action", "list or show", nargs="?", choices=("list", "show"), default="list"),
+            Argument("name", "task name or TOML file", nargs="?", metavar="NAME"),
+            Argument("--family", "which of two tasks of that name", choices=("masked", "causal")),
         ),
     ),
 }
 # fmt: on
 
 
-class Formatter(argparse.HelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=32, width=110)
-
-
 class Parser(argparse.ArgumentParser):
     """Reports a mistake in one line, with what would have been right."""
 
     missing: Mapping[str, str] = {}
+
+    def __init__(self, *names: Any, **settings: Any) -> None:
+        formatter = partial(argparse.HelpFormatter, max_help_position=32, width=110)
+        super().__init__(*names, **{**settings, "formatter_class": formatter, "allow_abbrev": False})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, rest = super().parse_known_args(args, namespace)
@@ -201,16 +196,11 @@ def build_parser() -> Parser:
         description="Fine-tune language models with forward passes only.",
         epilog="'mezzo train' alone fine-tunes a bundled model on bundled film reviews. "
         "'mezzo COMMAND --help' explains a command.",
-        formatter_class=Formatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"mezzo {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        own = commands.add_parser(
-            name, help=command.help, description=command.help, formatter_class=Formatter, allow_abbrev=False
-        )
-        _add_arguments(own, name, command)
+        _add_arguments(commands.add_parser(name, help=command.help, description=command.help), name, command)
     return parser
 
 
@@ -219,14 +209,10 @@ def _add_arguments(parser: Parser, name: str, command: Command) -> None:
     parser.set_defaults(function=command.function or name)
     for each in (JSON, *command.arguments):
         parser.add_argument(each.name, **each.settings)
-    _add_options(parser, OPTIONS if name == "train" else option_names(commands=name), command.option_help)
-
-
-def _add_options(parser: Parser, names: Iterable[str], helps: Mapping[str, str]) -> None:
-    groups = {name: parser.add_argument_group(title) for name, title in GROUPS.items()}
-    for name in names:
-        option = OPTIONS[name]
-        _add_option(groups[option.group], option, helps.get(name, option.help))
+    groups = {group: parser.add_argument_group(title) for group, title in GROUPS.items()}
+    for option_name in OPTIONS if name == "train" else option_names(commands=name):
+        option = OPTIONS[option_name]
+        _add_option(groups[option.group], option, command.option_help.get(option_name, option.help))
 
 
 def _add_option(group: argparse._ArgumentGroup, option: Option, help: str) -> None:

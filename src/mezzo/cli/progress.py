@@ -12,20 +12,23 @@ from typing import Any
 Observer = Callable[[str, dict[str, Any]], None]
 VERDICT_COLOURS = {"worked": "green", "unclear": "yellow", "not tested": "yellow"}
 """All other verdicts are red."""
+EVENT_LINES = {
+    "encoding": "encoding {examples:,} training examples (--train-limit N takes fewer)",
+    "zero-shot": "zero-shot {metric} {value:.1%}, calibrated {calibrated:.1%} (n={n})",
+    "evaluation": "step {step:>6}  dev {metric} {value:.1%}  dev loss {loss:.4f}",
+    "worker": "{text}",
+    "warning": "warning: {text}",
+}
 BAR_COLUMNS = 105
 """Columns of a terminal from which on there is room for a bar."""
 ANNOUNCED_EXAMPLES = 100_000
 """Examples from which on encoding takes so long that it is announced."""
 
 
-@contextlib.contextmanager
-def show_progress(plain: bool = False) -> Iterator[Observer]:
+def show_progress(plain: bool = False) -> contextlib.AbstractContextManager[Observer]:
     """An observer of a run's events; the terminal is tidy again when the context ends."""
-    if sys.stderr.isatty() and not plain:
-        with _live_line() as observe:
-            yield observe
-    else:
-        yield _PlainLines()
+    live = sys.stderr.isatty() and not plain
+    return _live_line() if live else contextlib.nullcontext(_plain_lines())
 
 
 def show_summary(run: Any) -> None:
@@ -45,22 +48,11 @@ def show_summary(run: Any) -> None:
 
 def event_line(event: str, values: dict[str, Any]) -> str:
     """One plain line about an event; empty for those that are not shown."""
-    match event:
-        case "encoding" if values["examples"] >= ANNOUNCED_EXAMPLES:
-            return f"encoding {values['examples']:,} training examples (--train-limit N takes fewer)"
-        case "start":
-            return _start_line(values)
-        case "zero-shot":
-            return f"zero-shot {values['metric']} {values['value']:.1%}, calibrated {values['calibrated']:.1%} (n={values['n']})"
-        case "evaluation":
-            return (
-                f"step {values['step']:>6}  dev {values['metric']} {values['value']:.1%}  dev loss {values['loss']:.4f}"
-            )
-        case "worker":
-            return str(values["text"])
-        case "warning":
-            return f"warning: {values['text']}"
-    return ""
+    if event == "start":
+        return _start_line(values)
+    if event == "encoding" and values["examples"] < ANNOUNCED_EXAMPLES:
+        return ""
+    return EVENT_LINES.get(event, "").format(**values)
 
 
 def _start_line(values: dict[str, Any]) -> str:
@@ -132,16 +124,16 @@ class RunStats:
         return "".join(f"  {part}" for part in parts if part)
 
 
-class _PlainLines:
+def _plain_lines() -> Observer:
     """A line per event, evaluations with the figures so far."""
+    stats = RunStats()
 
-    def __init__(self) -> None:
-        self.stats = RunStats()
-
-    def __call__(self, event: str, values: dict[str, Any]) -> None:
-        self.stats.update(event, values)
+    def observe(event: str, values: dict[str, Any]) -> None:
+        stats.update(event, values)
         if text := event_line(event, values):
-            print(text + (str(self.stats) if event == "evaluation" else ""), file=sys.stderr, flush=True)
+            print(text + (str(stats) if event == "evaluation" else ""), file=sys.stderr, flush=True)
+
+    return observe
 
 
 @contextlib.contextmanager

@@ -79,12 +79,10 @@ class Option:
         if self.pairs:
             self.split_pairs(value)
         if self.choices and not self.open_choices:
+            values = self.values
             for word in value if isinstance(value, tuple) else (value,):
-                self._check_choice(word)
-
-    def _check_choice(self, word: str) -> None:
-        if word not in (values := self.values):
-            raise ConfigError(f"{self.name} is one of {', '.join(values)}, not {word!r}{nearest(word, values)}")
+                if word not in values:
+                    raise ConfigError(f"{self.name} is one of {', '.join(values)}, not {word!r}{nearest(word, values)}")
 
     def split_pairs(self, words: tuple[str, ...] | None) -> dict[str, str]:
         """The `key=value` pairs as a dict."""

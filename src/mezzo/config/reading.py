@@ -87,13 +87,10 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     groups = {option.group for option in OPTIONS.values()}
     for key, value in values.items():
-        if key in groups and isinstance(value, Mapping):
-            for inner, inner_value in value.items():
-                name = _known_name(inner, key)
-                flat[name] = convert(name, inner_value)
-        else:
-            name = _known_name(key)
-            flat[name] = convert(name, value)
+        is_table = key in groups and isinstance(value, Mapping)
+        for word, inner in value.items() if is_table else [(key, value)]:
+            name = _known_name(word, key if is_table else "")
+            flat[name] = convert(name, inner)
     return flat
 
 

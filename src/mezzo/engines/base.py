@@ -52,39 +52,30 @@ class Engine(Protocol):
     @property
     def pipeline(self) -> StepPipeline | None:
         """The fast path, where the engine has one."""
-        ...
 
     def score(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
         """scores[P, B, C] at each probe; leaves no trace in the weights."""
-        ...
 
     def check(self, batch: Batch, eps: float) -> None:
         """Before step 1: raise ModelError or SpaceError where training could not be right."""
-        ...
 
     def apply(self, updates: Sequence[Update]) -> None:
         """Move the weights, one update after the other."""
-        ...
 
     def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[tuple[int, ...]]]:
         """Greedy continuations as token ids, [P][B]; what follows an end token is padding."""
-        ...
 
     def state(self) -> dict[str, npt.NDArray[np.generic]]:
         """A copy of the trained tensors."""
-        ...
 
     def load_state(self, tensors: Mapping[str, npt.NDArray[np.generic]]) -> None:
         """Put the trained tensors where a snapshot had them."""
-        ...
 
     def digest(self) -> str:
         """SHA-256 of the trained tensors' names, shapes and bits."""
-        ...
 
     def describe(self) -> dict[str, Any]:
         """What the run folder should remember of the engine: device, versions, parameters."""
-        ...
 
     def close(self) -> None: ...
 
@@ -116,19 +107,15 @@ class Workers(Protocol):
         self, snapshot_folder: str, report: Callable[[str], None], requested_count: Callable[[], int | None]
     ) -> None:
         """Connect the engine to a run: its snapshots, where to report lost workers, and how many workers it asks for."""
-        ...
 
     def replay_journal(self, updates: Sequence[Update], marks: Mapping[int, str], snapshot_folder: str | None) -> None:
         """Move every worker to where these updates lead from the base model."""
-        ...
 
     def step_stats(self) -> dict[str, Any]:
         """Metrics of the last step: bytes transferred, and the share of time that workers waited."""
-        ...
 
     def run_stats(self) -> dict[str, Any]:
         """The same for the whole run, and how many workers were lost or rebuilt."""
-        ...
 
 
 class StepPipeline(Protocol):
@@ -143,8 +130,6 @@ class StepPipeline(Protocol):
         The caller computes the update from these losses, records it and passes it to `apply`, which then moves nothing but
         checks that it equals the device's own update.
         """
-        ...
 
     def prefetch(self, question: Callable[[], Question]) -> None:
         """Announce the question after the next one: it is prepared while the device is busy."""
-        ...

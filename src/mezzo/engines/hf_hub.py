@@ -80,10 +80,7 @@ def load_tokenizer(name: str, remote_code: bool = False) -> Any:
 
 def family_of(config: Any) -> Family:
     """Whether a checkpoint is a masked or a causal language model, by the head it was saved with, then by its type."""
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    )
+    from transformers.models.auto import modeling_auto
 
     refuse_pairs(config)
     stated = getattr(config, "architectures", None)
@@ -92,9 +89,9 @@ def family_of(config: Any) -> Family:
             return "masked"
         if "CausalLM" in architecture or "LMHeadModel" in architecture:
             return "causal"
-    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+    if config.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         return "masked"
-    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return "causal"
     raise ModelError(f"models of type {config.model_type!r} are neither masked nor causal language models")
 

@@ -23,10 +23,7 @@ def first_look(batch: Batch, eps: float) -> tuple[Batch, tuple[Probe, Probe]]:
     seed = noise.step_seed(0, 0, 0)
     ends = (min(batch.prompts, key=_tokens), max(batch.prompts, key=_tokens), max(batch.prompts, key=_continued))
     few = {id(prompt): prompt for prompt in (*ends, *batch.prompts[:2])}
-    return Batch(tuple(few.values())[:FEW], batch.readout), (Probe(((seed, eps),)), Probe(((seed, -eps),)))
-
-
-FEW = 3
+    return Batch(tuple(few.values())[:3], batch.readout), (Probe(((seed, eps),)), Probe(((seed, -eps),)))
 
 
 def _tokens(prompt: Prompt) -> int:
@@ -35,7 +32,7 @@ def _tokens(prompt: Prompt) -> int:
 
 def _continued(prompt: Prompt) -> int:
     """Tokens of its longest continuation."""
-    return max((len(candidate) for candidate in prompt.candidates), default=0)
+    return max(map(len, prompt.candidates), default=0)
 
 
 def refuse_dead(trained: Sequence[TrainedTensor], perturbed: Scores, base: Scores) -> None:
@@ -44,12 +41,11 @@ def refuse_dead(trained: Sequence[TrainedTensor], perturbed: Scores, base: Score
         raise SpaceError("perturbed scores are not numbers: --eps is far too large, or the model's weights are damaged")
     if distance(perturbed, np.broadcast_to(base, perturbed.shape)) > 0:
         return
-    names = [t.name for t in trained]
-    hint = ""
-    if all(t.kind == "lora_A" for t in trained):
-        hint = " LoRA's A alone changes nothing while B is zero: train both."
+    only_a = all(t.kind == "lora_A" for t in trained)
+    hint = " LoRA's A alone changes nothing while B is zero: train both." if only_a else ""
+    more = f" and {len(trained) - 1} more" if len(trained) > 1 else ""
     raise SpaceError(
-        f"the chosen tensors ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}) do not change the "
+        f"the chosen tensors ({trained[0].name}{more}) do not change the "
         f"scores at all, so nothing could be learned.{hint} Choose a wider --space or --only, or a larger --eps"
     )
 

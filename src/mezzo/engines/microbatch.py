@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from mezzo.types import Batch, MicroBatch, Probe
 
@@ -65,15 +66,10 @@ class EngineCall:
 
 def group_calls(batch: Batch, probes: Sequence[Probe], units: Sequence[WorkUnit], merge: bool) -> list[EngineCall]:
     """Turn units into engine calls; `merge` puts consecutive units at the same probes into one call."""
-    groups: list[list[WorkUnit]] = []
-    for unit in units:
-        if merge and groups and groups[-1][0].probe_start == unit.probe_start:
-            groups[-1].append(unit)
-        else:
-            groups.append([unit])
     calls = []
-    for group in groups:
-        prompts = tuple(batch.prompts[index] for unit in group for index in unit.example_indices)
-        group_probes = tuple(probes[group[0].probe_start : group[0].probe_stop])
-        calls.append(EngineCall(Batch(prompts, batch.readout), group_probes, tuple(group)))
+    for _, group in groupby(units, key=lambda unit: unit.probe_start if merge else unit):
+        same_probes = tuple(group)
+        prompts = tuple(batch.prompts[index] for unit in same_probes for index in unit.example_indices)
+        call_probes = tuple(probes[same_probes[0].probe_start : same_probes[0].probe_stop])
+        calls.append(EngineCall(Batch(prompts, batch.readout), call_probes, same_probes))
     return calls

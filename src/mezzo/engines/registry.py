@@ -37,8 +37,7 @@ class EngineInfo:
     def open(self, spec: EngineSpec) -> Engine:
         """Start the engine with the model of `spec` at the base."""
         module, _, function = self.factory.partition(":")
-        engine: Engine = getattr(importlib.import_module(module), function)(spec)
-        return engine
+        return getattr(importlib.import_module(module), function)(spec)
 
 
 ENGINES: dict[str, EngineInfo] = {

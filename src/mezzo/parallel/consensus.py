@@ -12,8 +12,11 @@ TOLERANCE = 1e-3
 """Largest difference between two workers' scores of one unit, relative to their size; identical machines do not differ."""
 
 
-def scores_agree(a: Any, b: Any) -> bool:
-    """Whether two workers computed the same scores, up to the tolerance that different machines need."""
+def scores_agree(values_a: Any, values_b: Any) -> bool:
+    """Whether two workers returned the same scores for one engine call, up to the tolerance that different machines need."""
+    if not all(isinstance(values, list) and values for values in (values_a, values_b)):
+        return False
+    a, b = values_a[0], values_b[0]
     if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)) or (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     finite = np.isfinite(a)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from mezzo.parallel.messages import RequestKind, WorkerFacts
 from mezzo.parallel.results import UnitResults
 from mezzo.parallel.stats import WorkStats
 from mezzo.parallel.update_log import UpdateLog
-from mezzo.types import Batch, MicroBatch, Probe, Scores, Update
+from mezzo.types import Batch, Probe, Scores, Update
 
 MAX_REBUILD_ROUNDS = 4
 """Times that disagreeing workers are rebuilt before the run gives up."""
@@ -32,11 +32,21 @@ class WorkersEngine(ABC):
 
     pipeline = None
 
-    def __init__(self, facts: WorkerFacts, stats: WorkStats, log: UpdateLog, check_every: int) -> None:
-        self.micro_batch: MicroBatch = facts.micro_batch
-        self.trained, self.base_digest = facts.trained, facts.base_digest
-        self.facts, self.stats, self.log, self.check_every = facts, stats, log, check_every
+    def __init__(self, check_every: int) -> None:
+        self.stats, self.log, self.check_every = WorkStats(), UpdateLog(), check_every
+        self.report: Callable[[str], None] = lambda text: None
+        self.requested_count: Callable[[], int | None] = lambda: None
         self._last_checked = 0
+
+    def use_facts(self, facts: WorkerFacts) -> None:
+        """Take over what the first worker reported about itself."""
+        self.facts, self.micro_batch = facts, facts.micro_batch
+        self.trained, self.base_digest = facts.trained, facts.base_digest
+
+    def attach_run(
+        self, snapshot_folder: str, report: Callable[[str], None], requested_count: Callable[[], int | None]
+    ) -> None:
+        self.log.snapshot_folder, self.report, self.requested_count = snapshot_folder, report, requested_count
 
     # ---- how workers are reached
 
@@ -46,9 +56,9 @@ class WorkersEngine(ABC):
         """Workers that the run should have."""
 
     @property
-    @abstractmethod
     def ready_count(self) -> int:
         """Workers whose engine is loaded."""
+        return self.worker_count
 
     @abstractmethod
     def compute_units(self, results: UnitResults[Any], make_calls: MakeCalls, options: tuple[Any, ...]) -> None:
@@ -96,12 +106,10 @@ class WorkersEngine(ABC):
 
     def digest(self) -> str:
         """The digest that the workers agree on; a worker that differs is rebuilt first."""
-        digest: str = self._agreed_value("weights", lambda a, b: a == b, "digest")
-        return digest
+        return str(self._agreed_value("weights", operator.eq, "digest"))
 
     def state(self) -> dict[str, npt.NDArray[np.generic]]:
-        tensors: dict[str, npt.NDArray[np.generic]] = self.request_any("state")
-        return tensors
+        return self.request_any("state")
 
     def load_state(self, tensors: Mapping[str, npt.NDArray[np.generic]]) -> None:
         raise RunFailed("weights are not sent to workers: they are brought to a position of the journal")
@@ -124,13 +132,12 @@ class WorkersEngine(ABC):
         self.stats.start_request(is_training=any(probe.terms for probe in probes))
         units = split_into_units(batch, len(probes), self.micro_batch)
         results = UnitResults[Any](kind, units, self.stats)
-        make_calls = functools.partial(self._make_calls, batch, probes)
-        self.compute_units(results, make_calls, (self.micro_batch, *options))
+        merge = self.facts.merges_units
+        self.compute_units(
+            results, lambda units: group_calls(batch, probes, units, merge), (self.micro_batch, *options)
+        )
         self.stats.finish_request(self.ready_count)
         return results.values
-
-    def _make_calls(self, batch: Batch, probes: Sequence[Probe], units: Sequence[WorkUnit]) -> list[EngineCall]:
-        return group_calls(batch, probes, units, self.facts.merges_units)
 
     # ---- divergence
 
@@ -141,8 +148,8 @@ class WorkersEngine(ABC):
         self._last_checked = len(self.log)
         self.digest()
         first_unit = split_into_units(batch, len(probes), self.micro_batch)[:1]
-        calls = self._make_calls(batch, probes, first_unit)
-        self._agreed_value("scores", _same_scores, "score", calls, self.micro_batch)
+        calls = group_calls(batch, probes, first_unit, merge=False)
+        self._agreed_value("scores", scores_agree, "score", calls, self.micro_batch)
 
     def _agreed_value(self, what: str, agree: Callable[[Any, Any], bool], kind: RequestKind, *arguments: Any) -> Any:
         """The value that most workers return; those that differ are rebuilt, all of them if there is no majority."""
@@ -155,8 +162,3 @@ class WorkersEngine(ABC):
             if len(outliers) < len(values):
                 return next(value for worker, value in values.items() if worker not in outliers)
         raise RunFailed(f"the workers' {what} keep differing; the journal holds the run: continue with --resume")
-
-
-def _same_scores(a: Any, b: Any) -> bool:
-    """Compare what two workers returned for the same single engine call."""
-    return all(isinstance(values, list) and values for values in (a, b)) and scores_agree(a[0], b[0])

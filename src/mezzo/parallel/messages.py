@@ -87,8 +87,16 @@ class Failure:
     """The worker's state is unknown: it must not be used again."""
 
     def to_exception(self) -> MezzoError:
-        exception: MezzoError = getattr(errors, self.error, RunFailed)(self.message)
-        return exception
+        return getattr(errors, self.error, RunFailed)(self.message)
+
+
+def parse_reply(data: bytes) -> Reply:
+    """The reply in these bytes; raise the exception that a failure stands for."""
+    reply = deserialize(data)
+    if isinstance(reply, Failure):
+        raise reply.to_exception()
+    assert isinstance(reply, Reply)
+    return reply
 
 
 def serialize(message: Any) -> bytes:

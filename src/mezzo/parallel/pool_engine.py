@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mezzo.parallel.engine import MakeCalls, WorkersEngine
-from mezzo.parallel.messages import Failure, Reply, RequestKind, WorkerSpec
+from mezzo.parallel.messages import Reply, RequestKind, WorkerSpec
 from mezzo.parallel.results import UnitResults
 from mezzo.parallel.scheduler import Scheduler, Throughput
-from mezzo.parallel.stats import WorkStats
 from mezzo.parallel.supervisor import START_TIMEOUT, Supervisor, WorkerHandle
 from mezzo.parallel.transports.base import Transport
 from mezzo.types import Batch, Probe, Scores
+
+POLL_SECONDS = 0.5
 
 
 class PoolEngine(WorkersEngine):
     """Units go to idle workers; those of a worker that dies, hangs or is late go to others."""
 
     def __init__(
-        self,
-        transport: Transport,
-        spec: WorkerSpec,
-        worker_count: int,
-        timeout: float | None = None,
-        check_every: int = 100,
+        self, transport: Transport, spec: WorkerSpec, worker_count: int, timeout: float | None, check_every: int
     ) -> None:
-        stats = WorkStats()
+        super().__init__(check_every)
         self.throughput = Throughput(timeout)
-        self.supervisor = Supervisor(transport, spec, worker_count, stats)
-        self._requested_count: Callable[[], int | None] = lambda: None
+        self.supervisor = Supervisor(
+            transport, spec, worker_count, self.stats, self.log, lambda text: self.report(text)
+        )
         try:
-            super().__init__(self.supervisor.wait_for_first_worker(), stats, self.supervisor.log, check_every)
+            self.use_facts(self.supervisor.wait_for_first_worker())
         except BaseException:
             self.close()
             raise
-
-    def attach_run(
-        self, snapshot_folder: str, report: Callable[[str], None], requested_count: Callable[[], int | None]
-    ) -> None:
-        self.log.snapshot_folder, self.supervisor.report = snapshot_folder, report
-        self._requested_count = requested_count
 
     @property
     def worker_count(self) -> int:
@@ -51,7 +42,12 @@ class PoolEngine(WorkersEngine):
         return len(self.supervisor.ready_workers)
 
     def score(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
-        self._apply_requested_count()
+        """The scores; workers are started or stopped first if the run folder asks for another number of them."""
+        requested, current = self.requested_count(), self.supervisor.target_count
+        if requested is not None and requested != current:
+            self.report(f"{requested} workers are wanted from now on; there were {current}")
+            self.supervisor.target_count = requested
+        self.supervisor.start_or_stop_workers()
         return super().score(batch, probes)
 
     def compute_units(
@@ -60,16 +56,11 @@ class PoolEngine(WorkersEngine):
         Scheduler(self.supervisor, self.throughput, results, make_calls, options).run()
 
     def request_any(self, kind: RequestKind, *arguments: Any) -> Any:
-        while True:
-            worker = self._wait_for_idle_workers()[0]
-            if worker in (values := self._request_from([worker], kind, arguments)):
-                return values[worker]
+        return next(iter(self._request_idle(kind, arguments, limit=1).values()))
 
     def request_all(self, kind: RequestKind, *arguments: Any) -> dict[Any, Any]:
         """The values of the workers that are idle now, at least one."""
-        while not (values := self._request_from(self._wait_for_idle_workers(), kind, arguments)):
-            pass
-        return values
+        return self._request_idle(kind, arguments)
 
     def rebuild_worker(self, worker: WorkerHandle, reason: str) -> None:
         self.supervisor.replace_worker(worker, f"is rebuilt: {reason}", counts_as_loss=False)
@@ -81,38 +72,23 @@ class PoolEngine(WorkersEngine):
     def close(self) -> None:
         self.supervisor.close()
 
-    def _wait_for_idle_workers(self) -> list[WorkerHandle]:
-        while not (idle := self.supervisor.idle_workers):
-            self.supervisor.start_or_stop_workers()
-            self._poll()
-        return idle
-
-    def _request_from(
-        self, workers: Sequence[WorkerHandle], kind: RequestKind, arguments: tuple[Any, ...]
+    def _request_idle(
+        self, kind: RequestKind, arguments: tuple[Any, ...], limit: int | None = None
     ) -> dict[WorkerHandle, Any]:
+        """The values of idle workers, at least one and at most `limit`."""
+        while not (idle := self.supervisor.idle_workers[:limit]):
+            self.supervisor.start_or_stop_workers()
+            list(self.supervisor.receive_replies(POLL_SECONDS))
         values: dict[WorkerHandle, Any] = {}
         tag = object()
-        for worker in workers:
+        for worker in idle:
             self.supervisor.send_request(worker, kind, arguments, self.throughput.timeout or START_TIMEOUT, tag)
         while any(worker.tag is tag for worker in self.supervisor.workers):
-            for worker, reply_tag, reply in self._poll():
+            for worker, reply_tag, reply in list(self.supervisor.receive_replies(POLL_SECONDS)):
                 if reply_tag is not tag:
                     continue
                 if isinstance(reply, Reply):
                     values[worker] = reply.value
                 elif not reply.fatal:
                     raise reply.to_exception()
-        return values
-
-    def _poll(self) -> list[tuple[WorkerHandle, Any, Reply | Failure]]:
-        replies = list(self.supervisor.receive_replies(0.5))
-        self.supervisor.replace_overdue_workers()
-        return replies
-
-    def _apply_requested_count(self) -> None:
-        """Start or stop workers when the run folder asks for another number of them."""
-        requested, current = self._requested_count(), self.supervisor.target_count
-        if requested is not None and requested != current:
-            self.supervisor.report(f"{requested} workers are wanted from now on; there were {current}")
-            self.supervisor.target_count = requested
-        self.supervisor.start_or_stop_workers()
+        return values or self._request_idle(kind, arguments, limit)  # none: all of them were lost

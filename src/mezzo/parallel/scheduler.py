@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import deque
-from dataclasses import dataclass
+from collections import Counter, deque
+from dataclasses import dataclass, field
 from typing import Any
 
 from mezzo.engines.microbatch import EngineCall, WorkUnit
@@ -59,25 +59,22 @@ class Assignment:
     """Its units have been offered to other workers."""
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Has every unit of one request computed by the workers there are."""
 
-    def __init__(
-        self,
-        supervisor: Supervisor,
-        throughput: Throughput,
-        results: UnitResults[WorkerHandle],
-        make_calls: MakeCalls,
-        options: tuple[Any, ...],
-    ) -> None:
-        self.supervisor, self.throughput = supervisor, throughput
-        self.results, self.make_calls, self.options = results, make_calls, options
-        self.unit_order = {unit: index for index, unit in enumerate(results.units)}
+    supervisor: Supervisor
+    throughput: Throughput
+    results: UnitResults[WorkerHandle]
+    make_calls: MakeCalls
+    options: tuple[Any, ...]
+    assignments: dict[WorkerHandle, Assignment] = field(default_factory=dict)
+    failures: Counter[WorkUnit] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.unit_order = {unit: index for index, unit in enumerate(self.results.units)}
         # The longest first, so that the last ones are short.
-        self.queue = deque(reversed(results.units))
-        self.queued = set(results.units)
-        self.assignments: dict[WorkerHandle, Assignment] = {}
-        self.failures: dict[WorkUnit, int] = {}
+        self.queue = deque(reversed(self.results.units))
 
     def run(self) -> None:
         while self.results.pending:
@@ -115,7 +112,6 @@ class Scheduler:
             if unit in self.results.pending:
                 (skipped if self._needs_other_worker(unit, worker) else taken).append(unit)
         self.queue.extendleft(skipped)
-        self.queued.difference_update(taken)
         return sorted(taken, key=self.unit_order.__getitem__)
 
     def _needs_other_worker(self, unit: WorkUnit, worker: WorkerHandle) -> bool:
@@ -124,9 +120,8 @@ class Scheduler:
         return worker in doubted and any(other not in doubted for other in self.supervisor.workers)
 
     def _requeue_pending(self, assignment: Assignment) -> None:
-        units = sorted((self.results.pending & assignment.units) - self.queued, key=self.unit_order.__getitem__)
-        self.queue.extend(units)
-        self.queued.update(units)
+        if units := self.results.pending & assignment.units:
+            self.queue.extend(sorted(units.difference(self.queue), key=self.unit_order.__getitem__))
 
     # ---- waiting
 
@@ -137,7 +132,6 @@ class Scheduler:
     def _recover_assignments(self) -> None:
         """Requeue the units of workers that are late or lost."""
         now = time.monotonic()
-        self.supervisor.replace_overdue_workers()
         for worker, assignment in list(self.assignments.items()):
             if worker.tag is not assignment:  # the worker is lost
                 del self.assignments[worker]
@@ -169,6 +163,6 @@ class Scheduler:
     def _count_failure(self, assignment: Assignment, failure: Failure) -> None:
         """End the run when a unit fails for the second time: one failure may be the worker's own."""
         for unit in self.results.pending & assignment.units:
-            self.failures[unit] = self.failures.get(unit, 0) + 1
+            self.failures[unit] += 1
             if self.failures[unit] > 1:
                 raise failure.to_exception()

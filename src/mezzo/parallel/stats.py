@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from mezzo.parallel.messages import UNIT_WORK
+
 
 @dataclass
 class WorkStats:
@@ -25,10 +27,8 @@ class WorkStats:
     late_units: int = 0
     is_training: bool = False
     """Whether what is transferred now belongs to a training step."""
-    _step_bytes: int = 0
-    _step_busy: float = 0.0
-    _step_available: float = 0.0
     _last_time: float = 0.0
+    _last_totals: tuple[float, float, float] = (0, 0.0, 0.0)
 
     def start_request(self, is_training: bool) -> None:
         """Time counts only in training steps, and between two consecutive ones."""
@@ -37,31 +37,28 @@ class WorkStats:
         self.is_training = is_training
         self.steps += is_training
 
-    def add_bytes(self, count: int, is_unit_work: bool) -> None:
-        if is_unit_work and self.is_training:
+    def add_bytes(self, count: int, kind: str | None) -> None:
+        if kind in UNIT_WORK and self.is_training:
             self.training_bytes += count
-            self._step_bytes += count
         else:
             self.other_bytes += count
 
     def add_busy_time(self, seconds: float) -> None:
         if self.is_training:
             self.busy_seconds += seconds
-            self._step_busy += seconds
 
     def finish_request(self, worker_count: int) -> None:
         now = time.perf_counter()
         if self.is_training:
-            available = worker_count * (now - self._last_time)
-            self.available_seconds += available
-            self._step_available += available
+            self.available_seconds += worker_count * (now - self._last_time)
         self._last_time = now
 
     def take_step(self) -> dict[str, Any]:
-        """Metrics of the last step, which are reset."""
-        metrics = {"bytes": self._step_bytes, "waiting": _idle_share(self._step_busy, self._step_available)}
-        self._step_bytes, self._step_busy, self._step_available = 0, 0.0, 0.0
-        return metrics
+        """Metrics since the last call."""
+        totals = (self.training_bytes, self.busy_seconds, self.available_seconds)
+        byte_count, busy, available = (now - before for now, before in zip(totals, self._last_totals, strict=True))
+        self._last_totals = totals
+        return {"bytes": byte_count, "waiting": _idle_share(busy, available)}
 
     def summary(self, worker_count: int) -> dict[str, Any]:
         return {

@@ -5,21 +5,11 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mezzo.errors import MezzoError, RunFailed
-from mezzo.parallel.messages import (
-    UNIT_WORK,
-    Failure,
-    Reply,
-    Request,
-    RequestKind,
-    WorkerFacts,
-    WorkerSpec,
-    deserialize,
-    serialize,
-)
+from mezzo.errors import RunFailed
+from mezzo.parallel.messages import Failure, Reply, RequestKind, WorkerFacts, WorkerSpec, deserialize, serialize
 from mezzo.parallel.stats import WorkStats
 from mezzo.parallel.transports.base import Transport, WorkerConnection, WorkerLost
 from mezzo.parallel.update_log import UpdateLog
@@ -49,26 +39,25 @@ class WorkerHandle:
     facts: WorkerFacts | None = None
 
     @property
-    def name(self) -> str:
-        return f"worker {self.number}"
-
-    @property
     def is_idle(self) -> bool:
         return self.position is not None and self.request is None
 
 
+@dataclass(eq=False)
 class Supervisor:
     """Keeps `target_count` workers running and in step with the update log."""
 
-    def __init__(self, transport: Transport, spec: WorkerSpec, target_count: int, stats: WorkStats) -> None:
-        self.transport, self.spec, self.target_count, self.stats = transport, spec, target_count, stats
-        self.workers: list[WorkerHandle] = []
-        self.log = UpdateLog()
-        self.facts: WorkerFacts | None = None
-        self.report: Callable[[str], None] = lambda text: None
-        self._consecutive_losses = 0
-        self._next_start = 0.0
-        self._next_number = 0
+    transport: Transport
+    spec: WorkerSpec
+    target_count: int
+    stats: WorkStats
+    log: UpdateLog
+    report: Callable[[str], None]
+    workers: list[WorkerHandle] = field(default_factory=list)
+    facts: WorkerFacts | None = None
+    _consecutive_losses: int = 0
+    _next_start: float = 0.0
+    _next_number: int = 0
 
     # ---- starting and replacing workers
 
@@ -81,7 +70,7 @@ class Supervisor:
             try:
                 connection = self.transport.start_worker()
             except WorkerLost:
-                self._count_loss(RunFailed("no worker process could be started"))
+                self._count_loss("no worker process could be started")
                 return
             worker = WorkerHandle(self._next_number, connection, time.monotonic(), START_TIMEOUT)
             self._next_number += 1
@@ -100,9 +89,7 @@ class Supervisor:
     def wait_for_first_worker(self) -> WorkerFacts:
         while self.facts is None:
             self.start_or_stop_workers()
-            for _ in self.receive_replies(1.0):
-                pass
-            self.replace_overdue_workers()
+            list(self.receive_replies(1.0))
         return self.facts
 
     def replace_worker(self, worker: WorkerHandle, reason: str, counts_as_loss: bool = True) -> None:
@@ -111,11 +98,12 @@ class Supervisor:
             return
         self._remove(worker)
         self.stats.lost += 1
-        self.report(f"{worker.name} {reason}; a new one starts from the base model and the journal")
+        problem = f"worker {worker.number} {reason}"
+        self.report(f"{problem}; a new one starts from the base model and the journal")
         if counts_as_loss:
-            self._count_loss(RunFailed(f"{worker.name} {reason}"))
+            self._count_loss(problem)
 
-    def replace_overdue_workers(self) -> None:
+    def _replace_overdue_workers(self) -> None:
         """Replace workers that have not replied within their timeout."""
         now = time.monotonic()
         for worker in [w for w in self.workers if w.request is not None and now - w.sent_at > w.timeout]:
@@ -130,14 +118,14 @@ class Supervisor:
             self._remove(worker, gracefully=True)
         self.transport.close()
 
-    def _count_loss(self, error: MezzoError) -> None:
+    def _count_loss(self, reason: str) -> None:
         self._consecutive_losses += 1
         losses = self._consecutive_losses
         self._next_start = time.monotonic() + (min(MAX_START_DELAY, 0.01 * 2**losses) if losses > 1 else 0.0)
         if losses > MAX_LOSSES_PER_WORKER * max(1, self.target_count):
             raise RunFailed(
                 f"workers were lost {losses} times in a row and did no work in between; last: "
-                f"{error}. The journal holds the run up to here: continue with --resume"
+                f"{reason}. The journal holds the run up to here: continue with --resume"
             )
 
     def _remove(self, worker: WorkerHandle, gracefully: bool = False) -> None:
@@ -153,13 +141,13 @@ class Supervisor:
     ) -> None:
         """Send an idle worker the updates it lacks and a request; it is replaced if it turns out to be lost."""
         assert worker.is_idle
-        request = Request(self.log.range_from(worker.position or 0), kind, arguments)
+        data = self.log.request(worker.position or 0, kind, arguments)
         worker.request, worker.tag, worker.timeout, worker.sent_at = kind, tag, timeout, time.monotonic()
         worker.position = len(self.log)
-        self._send(worker, serialize(request), kind in UNIT_WORK)
+        self._send(worker, data)
 
     def receive_replies(self, seconds: float) -> Iterator[tuple[WorkerHandle, Any, Reply | Failure]]:
-        """Yield (worker, tag, reply) as they arrive; replies of starting workers and lost workers are dealt with here."""
+        """Yield (worker, tag, reply) as they arrive; starting, lost and overdue workers are dealt with here."""
         busy = {id(worker.connection): worker for worker in self.workers if worker.request is not None}
         if not busy:
             time.sleep(min(seconds, 0.05))
@@ -169,7 +157,7 @@ class Supervisor:
             if data is None:
                 self.replace_worker(worker, "ended unexpectedly")
                 continue
-            self.stats.add_bytes(len(data), worker.request in UNIT_WORK)
+            self.stats.add_bytes(len(data), worker.request)
             try:
                 reply = deserialize(data)
                 assert isinstance(reply, (Reply, Failure))
@@ -178,28 +166,31 @@ class Supervisor:
                 continue
             request, tag = worker.request, worker.tag
             worker.request = worker.tag = None
-            if request == "start":
-                self._handle_start(worker, reply)
-            elif request == "catch_up":
-                if isinstance(reply, Failure):
-                    self._handle_start_failure(worker, reply)
+            if request in ("start", "catch_up"):
+                self._handle_start(worker, request, reply)
             else:
                 if isinstance(reply, Failure) and reply.fatal:
                     self.replace_worker(worker, f"failed: {reply.message}")
                 yield worker, tag, reply
+        self._replace_overdue_workers()
 
-    def _send(self, worker: WorkerHandle, data: bytes, is_unit_work: bool = False) -> None:
-        self.stats.add_bytes(len(data), is_unit_work)
+    def _send(self, worker: WorkerHandle, data: bytes) -> None:
+        self.stats.add_bytes(len(data), worker.request)
         try:
             worker.connection.send(data)
         except WorkerLost:
             self.replace_worker(worker, "ended unexpectedly")
 
-    def _handle_start(self, worker: WorkerHandle, reply: Reply | Failure) -> None:
+    def _handle_start(self, worker: WorkerHandle, request: str | None, reply: Reply | Failure) -> None:
+        """A worker has loaded its engine or caught up, or has failed to."""
         if isinstance(reply, Failure):
-            self._handle_start_failure(worker, reply)
-            return
-        facts: WorkerFacts = reply.value
+            if self.facts is None:  # no worker has ever started: most likely the user's mistake
+                raise reply.to_exception()
+            self.replace_worker(worker, f"could not start: {reply.message}")
+        elif request == "start":
+            self._use_started(worker, reply.value)
+
+    def _use_started(self, worker: WorkerHandle, facts: WorkerFacts) -> None:
         self.facts = self.facts or facts
         if not facts.has_same_base(self.facts):
             self.replace_worker(
@@ -211,8 +202,3 @@ class Supervisor:
         worker.facts, worker.position = facts, 0
         if self.log.updates:  # it catches up while the others go on
             self.send_request(worker, "catch_up", (), START_TIMEOUT)
-
-    def _handle_start_failure(self, worker: WorkerHandle, failure: Failure) -> None:
-        if self.facts is None:  # no worker has ever started: most likely the user's mistake
-            raise failure.to_exception()
-        self.replace_worker(worker, f"could not start: {failure.message}")

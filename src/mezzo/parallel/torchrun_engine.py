@@ -2,59 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mezzo.engines.microbatch import WorkUnit
 from mezzo.errors import ModelError, RunFailed
 from mezzo.parallel.engine import MakeCalls, WorkersEngine
-from mezzo.parallel.messages import (
-    Failure,
-    Reply,
-    Request,
-    RequestKind,
-    WorkerFacts,
-    WorkerSpec,
-    deserialize,
-    serialize,
-)
+from mezzo.parallel.messages import Reply, RequestKind, WorkerFacts, WorkerSpec, parse_reply, serialize
 from mezzo.parallel.results import MalformedReply, UnitResults
-from mezzo.parallel.stats import WorkStats
 from mezzo.parallel.transports.torchrun import DEFAULT_TIMEOUT, RankGroup
-from mezzo.parallel.update_log import UpdateLog
 
 
 class TorchrunEngine(WorkersEngine):
     """Every rank gets an equal share of the units. The ranks are fixed: when one fails, torchrun restarts all of them."""
 
     def __init__(self, group: RankGroup, spec: WorkerSpec, timeout: float | None, check_every: int) -> None:
+        super().__init__(check_every)
         self.group, self.timeout = group, timeout or DEFAULT_TIMEOUT
-        self.report: Callable[[str], None] = lambda text: None
         self.positions = [0] * group.size
-        replies = map(_to_reply, group.exchange([serialize(spec)] * group.size, DEFAULT_TIMEOUT))
+        replies = map(parse_reply, group.exchange([serialize(spec)] * group.size, DEFAULT_TIMEOUT))
         facts: list[WorkerFacts] = [reply.value for reply in replies]
         if not all(each.has_same_base(facts[0]) for each in facts):
             raise ModelError("the ranks have different base models; give every machine the same one")
-        super().__init__(facts[0], WorkStats(), UpdateLog(), check_every)
-
-    def attach_run(
-        self, snapshot_folder: str, report: Callable[[str], None], requested_count: Callable[[], int | None]
-    ) -> None:
-        self.log.snapshot_folder, self.report = snapshot_folder, report
+        self.use_facts(facts[0])
 
     @property
     def worker_count(self) -> int:
-        return self.group.size
-
-    @property
-    def ready_count(self) -> int:
         return self.group.size
 
     def compute_units(self, results: UnitResults[int], make_calls: MakeCalls, options: tuple[Any, ...]) -> None:
         while results.pending:
             calls = [make_calls(units) for units in self._distribute(results)]
             arguments = [(rank_calls, *options) for rank_calls in calls]
-            replies = self._request_each(results.kind, arguments, self.timeout, is_unit_work=True)
+            replies = self._request_each(results.kind, arguments, self.timeout)
             faulty: set[int] = set()
             for rank, reply in enumerate(replies):
                 self.stats.add_busy_time(reply.seconds)
@@ -72,8 +52,7 @@ class TorchrunEngine(WorkersEngine):
 
     def request_any(self, kind: RequestKind, *arguments: Any) -> Any:
         """The value of rank 0, this process."""
-        reply, _ = self.group.server.handle(self._serialize_request(0, kind, arguments))
-        return _to_reply(reply).value
+        return parse_reply(self.group.server.handle(self._serialize_request(0, kind, arguments))).value
 
     def rebuild_worker(self, worker: int, reason: str) -> None:
         self.report(f"rank {worker} is rebuilt from the base model and the journal: {reason}")
@@ -94,25 +73,14 @@ class TorchrunEngine(WorkersEngine):
             shares[rank % self.group.size].append(unit)
         return shares
 
-    def _request_each(
-        self, kind: RequestKind, arguments: Sequence[tuple[Any, ...]], timeout: float, is_unit_work: bool = False
-    ) -> list[Reply]:
+    def _request_each(self, kind: RequestKind, arguments: Sequence[tuple[Any, ...]], timeout: float) -> list[Reply]:
         """Send each rank a request with its own arguments and return the replies by rank."""
         requests = [self._serialize_request(rank, kind, each) for rank, each in enumerate(arguments)]
-        self.stats.add_bytes(sum(map(len, requests)), is_unit_work)
+        self.stats.add_bytes(sum(map(len, requests)), kind)
         replies = self.group.exchange(requests, timeout)
-        self.stats.add_bytes(sum(map(len, replies)), is_unit_work)
-        return [_to_reply(reply) for reply in replies]
+        self.stats.add_bytes(sum(map(len, replies)), kind)
+        return [parse_reply(reply) for reply in replies]
 
     def _serialize_request(self, rank: int, kind: RequestKind, arguments: tuple[Any, ...]) -> bytes:
-        request = Request(self.log.range_from(self.positions[rank]), kind, arguments)
-        self.positions[rank] = len(self.log)
-        return serialize(request)
-
-
-def _to_reply(data: bytes) -> Reply:
-    reply = deserialize(data)
-    if isinstance(reply, Failure):
-        raise reply.to_exception()
-    assert isinstance(reply, Reply)
-    return reply
+        position, self.positions[rank] = self.positions[rank], len(self.log)
+        return self.log.request(position, kind, arguments)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from mezzo.parallel.messages import ReplayRange
+from mezzo.parallel.messages import ReplayRange, Request, RequestKind, serialize
 from mezzo.types import Update
 
 
@@ -24,7 +25,11 @@ class UpdateLog:
         self.updates[:], self.marks = updates, dict(marks)
         self.snapshot_folder = snapshot_folder or self.snapshot_folder
 
-    def range_from(self, position: int) -> ReplayRange:
+    def request(self, position: int, kind: RequestKind, arguments: tuple[Any, ...]) -> bytes:
+        """A serialized request to a worker at `position`, with the updates that it lacks."""
+        return serialize(Request(self._range_from(position), kind, arguments))
+
+    def _range_from(self, position: int) -> ReplayRange:
         """What brings a worker at `position` up to date; from step 0 if it is ahead of the log."""
         if 0 < position <= len(self.updates):
             return ReplayRange(position, tuple(self.updates[position:]))

@@ -11,17 +11,7 @@ from typing import Any
 
 from mezzo.engines.base import Engine, EngineSpec
 from mezzo.errors import JournalError, MezzoError
-from mezzo.parallel.messages import (
-    UNIT_WORK,
-    Failure,
-    ReplayRange,
-    Reply,
-    Request,
-    WorkerFacts,
-    WorkerSpec,
-    deserialize,
-    serialize,
-)
+from mezzo.parallel.messages import UNIT_WORK, Failure, Reply, Request, WorkerFacts, WorkerSpec, deserialize, serialize
 from mezzo.replay.replay import replay
 from mezzo.replay.snapshots import Snapshots
 
@@ -36,14 +26,12 @@ class Worker:
 
     def facts(self) -> WorkerFacts:
         engine = self.engine
-        merges_units = bool(getattr(engine, "merges_units", False))
-        description = engine.describe()
-        return WorkerFacts(
-            engine.micro_batch, engine.trained, engine.base_digest, description, merges_units, os.getpid()
-        )
+        merges = bool(getattr(engine, "merges_units", False))
+        facts = (engine.micro_batch, engine.trained, engine.base_digest, engine.describe(), merges, os.getpid())
+        return WorkerFacts(*facts)
 
     def compute(self, request: Request) -> Any:
-        self._replay(request.replay)
+        self._replay(request)
         if request.kind == "catch_up":
             return None
         method = getattr(self.engine, request.kind)
@@ -53,8 +41,9 @@ class Worker:
         self.engine.micro_batch = micro_batch
         return [method(call.batch, call.probes, *options) for call in calls]
 
-    def _replay(self, span: ReplayRange) -> None:
-        """Apply a range of updates; one from step 0 on restarts an engine that has moved from the base model."""
+    def _replay(self, request: Request) -> None:
+        """Apply the request's updates; a range from step 0 on restarts an engine that has moved from the base model."""
+        span = request.replay
         if span.start == 0 and self.position > 0:
             self.engine.close()
             self.engine, self.position = _open_engine(self.spec), 0
@@ -96,9 +85,10 @@ class WorkerServer:
     def __init__(self, number: int | None = None) -> None:
         self.number = number
         self.worker: Worker | None = None
+        self.is_usable = True
+        """False after a fatal failure."""
 
-    def handle(self, data: bytes) -> tuple[bytes, bool]:
-        """The reply, and whether the worker can be used again."""
+    def handle(self, data: bytes) -> bytes:
         start = time.perf_counter()
         try:
             value = self._compute(deserialize(data))
@@ -108,7 +98,8 @@ class WorkerServer:
             reply = Failure(type(error).__name__, str(error), is_fatal)
         except Exception as error:
             reply = Failure("RunFailed", f"{type(error).__name__}: {error}", fatal=True)
-        return serialize(reply), not (isinstance(reply, Failure) and reply.fatal)
+        self.is_usable = isinstance(reply, Reply) or not reply.fatal
+        return serialize(reply)
 
     def _compute(self, message: WorkerSpec | Request) -> Any:
         if isinstance(message, WorkerSpec):
@@ -127,11 +118,10 @@ class WorkerServer:
 
 def serve_requests(connection: Connection) -> None:
     """Reply to requests until the driver has gone."""
-    server, is_usable = WorkerServer(), True
+    server = WorkerServer()
     try:
-        while is_usable:
-            reply, is_usable = server.handle(connection.recv_bytes())
-            connection.send_bytes(reply)
+        while server.is_usable:
+            connection.send_bytes(server.handle(connection.recv_bytes()))
     except (EOFError, OSError):
         pass
     finally:

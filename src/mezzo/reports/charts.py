@@ -1,15 +1,16 @@
 """The charts of a run, as data. Two renderers draw them: SVG for the page, PNG by matplotlib.
 
-To add a chart, write one function below that takes a `RunData` and returns a `Chart`, or None without data, and name it in
-`run_charts`. The page and the plot files then contain it.
+To add a chart, yield it from one of the functions below, or from one of its own that is named in `run_charts`. The page and
+the plot files then contain it.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from mezzo.reports.metrics import RecordedEvaluation
 from mezzo.reports.run_data import RunData
@@ -42,14 +43,14 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture. `bars` are (left, right, height); `vertical_lines` are (x, name)."""
+    """One picture. `bars` are (left, right, height); a vertical line marks `best_step`."""
 
     key: str
     title: str
     series: tuple[Series, ...] = ()
     baselines: tuple[Baseline, ...] = ()
     bars: tuple[tuple[float, float, float], ...] = ()
-    vertical_lines: tuple[tuple[float, str], ...] = ()
+    best_step: int | None = None
     x_label: str = "step"
     percent: bool = False
     from_zero: bool = False
@@ -58,8 +59,7 @@ class Chart:
 
 def run_charts(run: RunData) -> list[Chart]:
     """Every chart there is data for, in the order of the page."""
-    makers = (_loss, _metric, _slope_histogram, _zero_slopes, _learning_rate, _speed, _memory)
-    return [chart for make in makers if (chart := make(run)) is not None]
+    return [chart for make in (_loss, _metric, _slope_histogram, _line_charts) for chart in make(run)]
 
 
 def comparison_charts(runs: Sequence[RunData]) -> list[Chart]:
@@ -67,34 +67,33 @@ def comparison_charts(runs: Sequence[RunData]) -> list[Chart]:
     named = list(enumerate(zip(_unique_names(runs), runs, strict=True)))
     evaluated = [(colour, name, run.metrics.evaluations) for colour, (name, run) in named if run.metrics.evaluations]
     metric = [_evaluation_series(name, evaluations, "value", colour) for colour, name, evaluations in evaluated]
-    loss = [Series(name, *_aggregate(run, run.losses)[:2], colour) for colour, (name, run) in named if run.losses]
-    charts = []
-    if metric:
-        charts.append(Chart("compare-metric", f"dev {runs[0].metric}", tuple(metric), percent=True))
-    if loss:
-        charts.append(Chart("compare-loss", "training loss", tuple(loss)))
-    return charts
+    loss = [Series(name, *_aggregate(run, run.losses)[:2], colour) for colour, (name, run) in named if run.records]
+    charts = (
+        Chart("compare-metric", f"dev {runs[0].metric}", tuple(metric), percent=True),
+        Chart("compare-loss", "training loss", tuple(loss)),
+    )
+    return [chart for chart in charts if chart.series]
 
 
 # --- one function per chart
 
 
-def _loss(run: RunData) -> Chart | None:
-    if not run.losses:
-        return None
+def _loss(run: RunData) -> Iterator[Chart]:
+    if not run.records:
+        return
     x, y, low, high = _aggregate(run, run.losses)
     series = [Series("training", x, y, low=low, high=high)]
     dev = [evaluation for evaluation in run.metrics.evaluations if math.isfinite(evaluation.loss)]
     if dev:
         series.append(_evaluation_series("dev", dev, "loss", 1))
     note = "band: 10th to 90th percentile of the batches" if low else ""
-    return Chart("loss", "loss", tuple(series), vertical_lines=_best_step(run), note=note)
+    yield Chart("loss", "loss", tuple(series), best_step=_best_step(run), note=note)
 
 
-def _metric(run: RunData) -> Chart | None:
+def _metric(run: RunData) -> Iterator[Chart]:
     metrics = run.metrics
     if not metrics.evaluations:
-        return None
+        return
     series = [_evaluation_series("dev", metrics.evaluations, "value", 1, band=True)]
     if final := metrics.final:
         series.append(_evaluation_series(f"{final.split} at the end", [final], "value", 2, band=True))
@@ -104,14 +103,14 @@ def _metric(run: RunData) -> Chart | None:
         if math.isfinite(zero_shot.calibrated):
             baselines.append(Baseline("calibrated zero-shot (test)", zero_shot.calibrated, 3))
     best_step = _best_step(run)
-    return Chart("metric", run.metric, tuple(series), tuple(baselines), vertical_lines=best_step, percent=True)
+    yield Chart("metric", run.metric, tuple(series), tuple(baselines), best_step=best_step, percent=True)
 
 
-def _slope_histogram(run: RunData) -> Chart | None:
+def _slope_histogram(run: RunData) -> Iterator[Chart]:
     """Slopes by size; the outermost percent is in the first and last bar."""
-    slopes = sorted(value for slopes in run.slopes for value in slopes)
+    slopes = sorted(slope for record in run.records for slope in record.slopes)
     if len(slopes) < 2:
-        return None
+        return
     outer = len(slopes) // 100
     limit = max(abs(slopes[outer]), abs(slopes[-1 - outer])) or max(map(abs, slopes)) or 1.0
     count = 24 if len(slopes) > 100 else 12
@@ -121,37 +120,24 @@ def _slope_histogram(run: RunData) -> Chart | None:
     width = 2 * limit / count
     bars = tuple((-limit + i * width, -limit + (i + 1) * width, h / len(slopes)) for i, h in enumerate(heights))
     note = f"{run.zero_slope_share:.1%} of steps had slope zero"
-    return Chart("slopes", "slopes by size", bars=bars, x_label="slope g", percent=True, from_zero=True, note=note)
+    yield Chart("slopes", "slopes by size", bars=bars, x_label="slope g", percent=True, from_zero=True, note=note)
 
 
-def _zero_slopes(run: RunData) -> Chart | None:
-    if not run.slopes:
-        return None
-    x, y, _, _ = _aggregate(run, [float(not any(slopes)) for slopes in run.slopes])
-    series = Series("share of steps with slope zero", x, y, 3)
-    return Chart("zero-slopes", "zero slopes over time", (series,), percent=True, from_zero=True)
-
-
-def _learning_rate(run: RunData) -> Chart | None:
-    if not run.learning_rates:
-        return None
-    x, y, _, _ = _aggregate(run, run.learning_rates)
-    return Chart("learning-rate", "learning rate", (Series("lr", x, y, 5),), from_zero=True)
-
-
-def _speed(run: RunData) -> Chart | None:
-    durations = run.metrics.step_durations
-    if len(durations) < 2:
-        return None
-    x, y = _bucket([(step, 1 / seconds) for step, seconds in durations], statistics.median)
-    return Chart("speed", "steps per second", (Series("steps/s", x, y),), from_zero=True)
-
-
-def _memory(run: RunData) -> Chart | None:
-    if len(run.metrics.memory) < 2:
-        return None
-    x, y = _bucket(run.metrics.memory, max)
-    return Chart("memory", "memory, MiB", (Series("in use", x, y, 2),), from_zero=True)
+def _line_charts(run: RunData) -> Iterator[Chart]:
+    """Charts of a single line, from zero."""
+    if run.records:
+        zero_slopes = [float(not any(record.slopes)) for record in run.records]
+        line = Series("share of steps with slope zero", *_aggregate(run, zero_slopes)[:2], 3)
+        yield Chart("zero-slopes", "zero slopes over time", (line,), percent=True, from_zero=True)
+        line = Series("lr", *_aggregate(run, [record.lr for record in run.records])[:2], 5)
+        yield Chart("learning-rate", "learning rate", (line,), from_zero=True)
+    if len(durations := run.metrics.step_durations) > 1:
+        speeds = [(step, 1 / seconds) for step, seconds in durations]
+        yield Chart(
+            "speed", "steps per second", (Series("steps/s", *_bucket(speeds, statistics.median)),), from_zero=True
+        )
+    if len(memory := run.metrics.memory) > 1:
+        yield Chart("memory", "memory, MiB", (Series("in use", *_bucket(memory, max), 2),), from_zero=True)
 
 
 # --- shared by charts
@@ -166,13 +152,13 @@ def _evaluation_series(
     name: str, evaluations: Sequence[RecordedEvaluation], figure: str, colour: int, band: bool = False
 ) -> Series:
     """A field of the evaluations over their steps; `band` adds the interval, which is that of `value`."""
-    x, y, low, high = ([getattr(each, key) for each in evaluations] for key in ("step", figure, "low", "high"))
-    return Series(name, x, y, colour, True, low if band else (), high if band else ())
+    x, y = ([getattr(each, key) for each in evaluations] for key in ("step", figure))
+    low, high = zip(*(each.interval for each in evaluations), strict=True) if band else ((), ())
+    return Series(name, x, y, colour, True, low, high)
 
 
-def _best_step(run: RunData) -> tuple[tuple[float, str], ...]:
-    best = run.best
-    return ((best.step, f"best: step {best.step}"),) if best and len(run.metrics.evaluations) > 1 else ()
+def _best_step(run: RunData) -> int | None:
+    return run.best.step if run.best and len(run.metrics.evaluations) > 1 else None
 
 
 Floats = list[float]
@@ -180,20 +166,22 @@ Floats = list[float]
 
 def _aggregate(run: RunData, values: Sequence[float]) -> tuple[Floats, Floats, Floats, Floats]:
     """Steps, means, and a band from the 10th to the 90th percentile; the values themselves if there are few."""
-    steps = [float(position) for position in run.positions]
-    if len(values) <= 2 * BUCKETS // 5:
-        return steps, list(values), [], []
-    size = max(5, math.ceil(len(values) / BUCKETS))
-    buckets = [slice(start, start + size) for start in range(0, len(values), size)]
-    ranked = [sorted(values[bucket]) for bucket in buckets]
-    low, high = ([bucket[int(share * (len(bucket) - 1))] for bucket in ranked] for share in (0.1, 0.9))
-    means = [statistics.fmean(values[bucket]) for bucket in buckets]
-    return [statistics.fmean(steps[bucket]) for bucket in buckets], means, low, high
+    points = [(record.step + 1, value) for record, value in zip(run.records, values, strict=True)]
+    if len(points) <= 2 * BUCKETS // 5:
+        return *_bucket(points, statistics.fmean), [], []
+    low, high = (_bucket(points, partial(_percentile, share), 5)[1] for share in (0.1, 0.9))
+    return *_bucket(points, statistics.fmean, 5), low, high
 
 
-def _bucket(points: Sequence[tuple[int, float]], summary: Callable[[Floats], float]) -> tuple[Floats, Floats]:
+def _percentile(share: float, values: Floats) -> float:
+    return sorted(values)[int(share * (len(values) - 1))]
+
+
+def _bucket(
+    points: Sequence[tuple[int, float]], summary: Callable[[Floats], float], smallest: int = 1
+) -> tuple[Floats, Floats]:
     """Mean step and summary of the values of each bucket."""
-    size = max(1, math.ceil(len(points) / BUCKETS))
+    size = max(smallest, math.ceil(len(points) / BUCKETS))
     buckets = [points[start : start + size] for start in range(0, len(points), size)]
     x = [statistics.fmean(step for step, _ in bucket) for bucket in buckets]
     return x, [float(summary([value for _, value in bucket])) for bucket in buckets]

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from mezzo.reports.charts import Chart
-from mezzo.reports.metrics import RecordedEvaluation
+from mezzo.reports.metrics import RecordedEvaluation, finite_number
 from mezzo.reports.svg import render_svg
 
 
@@ -17,21 +17,31 @@ def heading(text: str) -> str:
 
 
 def fact_table(facts: Iterable[tuple[str, Any]]) -> str:
-    """A table of names and values, without those that are empty."""
-    rows = "".join(
-        f"<tr><td>{escape(name)}</td><td>{escape(plain_text(value))}</td></tr>"
-        for name, value in facts
-        if plain_text(value)
+    """A table of names and values."""
+    rows = (f"<tr><td>{escape(name)}</td><td>{escape(plain_text(value))}</td></tr>" for name, value in facts)
+    return f'<div class="scroll"><table class="facts">{"".join(rows)}</table></div>'
+
+
+def table(head: Iterable[str], rows: Iterable[str], text_columns: int) -> str:
+    """A table of complete `<tr>` rows, whose columns after the first `text_columns` hold numbers."""
+    names = (
+        f'<th class="{"number" if column >= text_columns else ""}">{escape(name)}</th>'
+        for column, name in enumerate(head)
     )
-    return f'<div class="scroll"><table class="facts">{rows}</table></div>'
+    return f'<div class="scroll"><table><tr>{"".join(names)}</tr>{"".join(rows)}</table></div>'
+
+
+def number_cells(figures: Iterable[str]) -> str:
+    return "".join(f'<td class="number">{figure}</td>' for figure in figures)
 
 
 def interval(evaluation: RecordedEvaluation) -> str:
-    return f"{100 * evaluation.low:.1f}–{evaluation.high:.1%}" if math.isfinite(evaluation.low) else "–"
+    low, high = evaluation.interval
+    return f"{100 * low:.1f}–{high:.1%}" if math.isfinite(low) else "–"
 
 
-def count(value: float | None) -> str:
-    return "?" if value is None else f"{value:,.0f}"
+def count(value: Any) -> str:
+    return "?" if (number := finite_number(value)) is None else f"{number:,.0f}"
 
 
 def plain_text(value: Any) -> str:

@@ -25,13 +25,10 @@ def make_server(paths: Sequence[str | Path], port: int = 0) -> ThreadingHTTPServ
             elif self.path != "/":
                 self._respond(404, "text/plain", b"the report is at /\n")
             else:
-                self._send_report()
-
-        def _send_report(self) -> None:
-            try:
-                self._respond(200, "text/html", render_page([read_run(path) for path in paths], live=True).encode())
-            except MezzoError as error:
-                self._respond(500, "text/plain", f"{error}\n".encode())
+                try:
+                    self._respond(200, "text/html", render_page([read_run(path) for path in paths], live=True).encode())
+                except MezzoError as error:
+                    self._respond(500, "text/plain", f"{error}\n".encode())
 
         def _respond(self, code: int, content_type: str, body: bytes) -> None:
             self.send_response(code)

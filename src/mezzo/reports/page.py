@@ -46,14 +46,9 @@ def _read_asset(name: str) -> str:
 
 
 def _comparison(runs: Sequence[RunData]) -> str:
-    head = "".join(
-        f'<th class="{"number" if column > 1 else ""}">{name}</th>' for column, name in enumerate(COMPARISON_COLUMNS)
-    )
-    rows = "".join(f"<tr>{_comparison_row(run)}</tr>" for run in runs)
-    return (
-        f'<h1>{len(runs)} runs compared</h1><div class="scroll"><table><tr>{head}</tr>{rows}</table></div>'
-        f"{html.heading('Curves')}{html.chart_grid(comparison_charts(runs))}{_differences(runs)}"
-    )
+    table = html.table(COMPARISON_COLUMNS, map(_comparison_row, runs), text_columns=2)
+    curves = html.heading("Curves") + html.chart_grid(comparison_charts(runs))
+    return f"<h1>{len(runs)} runs compared</h1>{table}{curves}{_differences(runs)}"
 
 
 def _comparison_row(run: RunData) -> str:
@@ -69,8 +64,8 @@ def _comparison_row(run: RunData) -> str:
         f"{run.speed:.3g}" if run.speed else "–",
         f"{metrics.peak_memory:,.0f}" if metrics.peak_memory else "–",
     )
-    numbers = "".join(f'<td class="number">{figure}</td>' for figure in figures)
-    return f'<td>{escape(run.name)}</td><td class="word {verdict.tone}">{escape(verdict.word)}</td>{numbers}'
+    texts = f'<td>{escape(run.name)}</td><td class="word {verdict.tone}">{escape(verdict.word)}</td>'
+    return f"<tr>{texts}{html.number_cells(figures)}</tr>"
 
 
 def _differences(runs: Sequence[RunData]) -> str:
@@ -81,9 +76,8 @@ def _differences(runs: Sequence[RunData]) -> str:
     heading = html.heading("Options that differ")
     if not differing:
         return f'{heading}<p class="soft">None: the runs have the same options.</p>'
-    head = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
-    rows = "".join(
-        f"<tr><td>{escape(name)}</td>{''.join(f'<td>{escape(text)}</td>' for text in texts)}</tr>"
+    rows = (
+        f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in (name, *texts))}</tr>"
         for name, texts in differing.items()
     )
-    return f'{heading}<div class="scroll"><table><tr><th>option</th>{head}</tr>{rows}</table></div>'
+    return heading + html.table(("option", *(run.name for run in runs)), rows, text_columns=len(runs) + 1)

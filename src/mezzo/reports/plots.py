@@ -50,8 +50,8 @@ def render_png(chart: Chart) -> bytes:
             axes.vlines(series.x, series.low, series.high, color=colour)
     for baseline in chart.baselines:
         axes.axhline(baseline.y, color=COLOURS[baseline.colour % len(COLOURS)], linestyle="--", label=baseline.name)
-    for x, _ in chart.vertical_lines:
-        axes.axvline(x, color="black", alpha=0.35, linestyle=":")
+    if chart.best_step is not None:
+        axes.axvline(chart.best_step, color="black", alpha=0.35, linestyle=":")
     for left, right, share in chart.bars:
         axes.bar(left, share, width=right - left, align="edge", color=COLOURS[0], edgecolor="white")
     if chart.percent:

@@ -13,9 +13,10 @@ from typing import Any
 from mezzo.evaluation.evaluate import rank
 from mezzo.journal.header import Header
 from mezzo.journal.journal import read
-from mezzo.reports.metrics import Metrics, RecordedEvaluation, finite_number, parse_metrics
+from mezzo.reports.metrics import Metrics, RecordedEvaluation, finite_number
 from mezzo.runs.folder import METRICS, Folder
 from mezzo.runs.health import Verdict, verdict
+from mezzo.types import StepRecord
 
 RUNNING_SECONDS = 120
 """An unfinished run counts as running for this long after its last line of metrics."""
@@ -29,11 +30,8 @@ class RunData:
     config: Mapping[str, Any]
     header: Header
     steps: int
-    positions: Sequence[int]
-    """Journal positions after the steps that `losses`, `slopes` and `learning_rates` belong to."""
-    losses: Sequence[float]
-    slopes: Sequence[Sequence[float]]
-    learning_rates: Sequence[float]
+    records: Sequence[StepRecord]
+    """The steps with finite numbers."""
     metrics: Metrics
     mistakes: Sequence[Mapping[str, Any]]
     running: bool
@@ -41,10 +39,6 @@ class RunData:
     @property
     def name(self) -> str:
         return self.path.resolve().name
-
-    @property
-    def task(self) -> Mapping[str, Any]:
-        return self.header.task
 
     @property
     def planned_steps(self) -> int:
@@ -62,12 +56,16 @@ class RunData:
         return max(self.metrics.evaluations, key=lambda each: rank(each.value, each.loss, each.step), default=None)
 
     @property
+    def losses(self) -> list[float]:
+        return [sum(record.losses) / len(record.losses) for record in self.records]
+
+    @property
     def skipped_steps(self) -> int:
-        return self.steps - len(self.losses)
+        return self.steps - len(self.records)
 
     @property
     def zero_slope_share(self) -> float:
-        return sum(not any(slopes) for slopes in self.slopes) / len(self.slopes) if self.slopes else 0.0
+        return sum(not any(record.slopes) for record in self.records) / max(1, len(self.records))
 
     @property
     def speed(self) -> float | None:
@@ -77,35 +75,33 @@ class RunData:
 
     @property
     def verdict(self) -> Verdict:
-        warnings, failure, final = self.metrics.warnings, self.metrics.failure, self.metrics.final
-        if failure:
+        metrics, final = self.metrics, self.metrics.final
+        if failure := metrics.failure:
             return Verdict("diverged" if "not a number" in failure else "failed", "bad", failure)
-        if not self.metrics.finished:
-            bad = [each.text for each in warnings if each.kind in ("diverging", "no signal", "overfitting")]
+        if not metrics.result:
+            bad = [each.text for each in metrics.warnings if each.kind in ("diverging", "no signal", "overfitting")]
             reason = f"step {self.steps} of {self.planned_steps}" + (f": {bad[-1]}" if bad else "")
             hint = "" if self.running else f"; continue with: mezzo train --resume {self.path}"
             return Verdict("running" if self.running else "unfinished", "bad" if bad else "neutral", reason + hint)
-        kinds = {warning.kind for warning in warnings}
-        if final is None:
-            return verdict(kinds, None, None, *self.metrics.baselines, 0)
-        return verdict(kinds, final.value, (final.low, final.high), *self.metrics.baselines, final.step)
+        kinds = {warning.kind for warning in metrics.warnings}
+        zero_shot, calibrated = (
+            finite_number(metrics.result.get(key)) for key in ("zero_shot", "zero_shot_calibrated")
+        )
+        value, interval, step = (final.value, final.interval, final.step) if final else (None, None, 0)
+        return verdict(kinds, value, interval, zero_shot, calibrated, step)
 
 
 def read_run(path: str | Path) -> RunData:
     """Read a run folder."""
     folder = Folder.open(path)
     journal = read(folder.path)
-    records = [r for r in journal.records if r.losses and all(map(math.isfinite, (*r.losses, *r.slopes, r.lr)))]
     return RunData(
         path=folder.path,
         config=folder.read_config() or journal.header.config,
         header=journal.header,
         steps=journal.steps,
-        positions=[record.step + 1 for record in records],
-        losses=[sum(record.losses) / len(record.losses) for record in records],
-        slopes=[record.slopes for record in records],
-        learning_rates=[record.lr for record in records],
-        metrics=parse_metrics(folder.metrics()),
+        records=[r for r in journal.records if r.losses and all(map(math.isfinite, (*r.losses, *r.slopes, r.lr)))],
+        metrics=Metrics(folder.metrics()),
         mistakes=folder.mistakes(),
         running=_recently_written(folder.path / METRICS),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from html import escape
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from mezzo.evaluation.evaluate import wilson_interval
 from mezzo.reports import html
 from mezzo.reports.charts import run_charts
-from mezzo.reports.metrics import Metrics, RecordedEvaluation, finite_number
+from mezzo.reports.metrics import Event, RecordedEvaluation, finite_number
 from mezzo.reports.run_data import RunData
 
 VISIBLE_MISTAKES = 8
@@ -39,8 +39,9 @@ def run_section(run: RunData, one_of_several: bool) -> str:
 def _title(run: RunData, one_of_several: bool) -> str:
     level = "h2" if one_of_several else "h1"
     verdict = run.verdict
-    data = ", ".join(f"{count:,} {split}" for split, count in run.metrics.examples.items())
-    subtitle = f"{run.config.get('model')} · {run.task.get('name', '?')} · {data} examples"
+    counts = ((split, finite_number(run.metrics.start.get(split))) for split in ("train", "dev", "test"))
+    data = ", ".join(f"{count:,.0f} {split}" for split, count in counts if count)
+    subtitle = f"{run.config.get('model')} · {run.header.task.get('name', '?')} · {data} examples"
     return (
         f'<{level}>{escape(run.name)}</{level}><p class="soft">{escape(subtitle)}</p>'
         f'<div class="verdict {verdict.tone}"><strong>{escape(verdict.word)}</strong>{escape(verdict.reason)}</div>'
@@ -50,15 +51,13 @@ def _title(run: RunData, one_of_several: bool) -> str:
 def _figures(run: RunData) -> str:
     """The most important numbers."""
     metrics, figures = run.metrics, list[tuple[str, str]]()
-    if final := metrics.final:
-        figures.append((f"{final.split} {final.metric}, step {final.step}", f"{final.value:.1%}"))
-    elif best := run.best:
-        figures.append((f"best dev {run.metric}, step {best.step}", f"{best.value:.1%}"))
-    if metrics.zero_shot:
-        figures.append(("zero-shot", f"{metrics.zero_shot.value:.1%}"))
-        figures.append(("calibrated zero-shot", f"{metrics.zero_shot.calibrated:.1%}"))
+    if shown := metrics.final or run.best:
+        name = f"{'' if metrics.final else 'best '}{shown.split} {shown.metric}, step {shown.step}"
+        figures.append((name, f"{shown.value:.1%}"))
+    if zero_shot := metrics.zero_shot:
+        figures += [("zero-shot", f"{zero_shot.value:.1%}"), ("calibrated zero-shot", f"{zero_shot.calibrated:.1%}")]
     figures.append((f"steps of {run.planned_steps:,}", f"{run.steps:,}"))
-    if run.slopes:
+    if run.records:
         figures.append(("steps with slope zero", f"{run.zero_slope_share:.1%}"))
     if run.skipped_steps:
         figures.append(("skipped steps", str(run.skipped_steps)))
@@ -66,7 +65,7 @@ def _figures(run: RunData) -> str:
         figures.append(("steps per second", f"{run.speed:.3g}"))
     if metrics.peak_memory:
         figures.append(("peak memory", f"{metrics.peak_memory:,.0f} MiB"))
-    if (seconds := metrics.seconds) is not None:
+    if (seconds := finite_number(metrics.result.get("seconds"))) is not None:
         figures.append(("time", f"{seconds:.0f} s" if seconds < 300 else f"{seconds / 60:.0f} min"))
     cells = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in figures)
     return f'<div class="figures">{cells}</div>'
@@ -80,7 +79,15 @@ def _warnings(run: RunData) -> str:
 
 
 def _evaluations(run: RunData) -> str:
-    rows = list(_zero_shot_rows(run.metrics.zero_shot))
+    rows = []
+    if zero_shot := run.metrics.zero_shot:
+        rows.append(_evaluation_row("test, zero-shot", zero_shot))
+        if math.isfinite(value := zero_shot.calibrated):
+            interval = (math.nan, math.nan)
+            if zero_shot.metric == "accuracy" and zero_shot.n:
+                interval = wilson_interval(value, zero_shot.n)
+            calibrated = replace(zero_shot, step=0, value=value, interval=interval, loss=math.nan)
+            rows.append(_evaluation_row("test, calibrated zero-shot", calibrated))
     best, by_step = run.best, {evaluation.step: evaluation for evaluation in run.metrics.evaluations}
     for step, evaluation in sorted(by_step.items()):
         is_best = best is not None and step == best.step
@@ -89,33 +96,18 @@ def _evaluations(run: RunData) -> str:
         rows.append(_evaluation_row(f"{final.split}, final", final, True))
     if not rows:
         return ""
-    head = "".join(
-        f'<th class="{"number" if column else ""}">{escape(name)}</th>'
-        for column, name in enumerate(("examples", "step", run.metric, "95% interval", "loss", "n"))
-    )
+    head = ("examples", "step", run.metric, "95% interval", "loss", "n")
     note = (
         '<p class="note">Calibrated zero-shot predicts every label equally often, without using labels: '
         "a real gain is a gain over that figure.</p>"
     )
-    return f'{html.heading("Evaluations")}<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>{note}'
-
-
-def _zero_shot_rows(zero_shot: RecordedEvaluation | None) -> Iterator[str]:
-    if zero_shot is None:
-        return
-    yield _evaluation_row("test, zero-shot", zero_shot)
-    if math.isfinite(zero_shot.calibrated):
-        value, n = zero_shot.calibrated, zero_shot.n
-        low, high = wilson_interval(value, n) if zero_shot.metric == "accuracy" and n else (math.nan, math.nan)
-        calibrated = replace(zero_shot, step=0, value=value, low=low, high=high, loss=math.nan)
-        yield _evaluation_row("test, calibrated zero-shot", calibrated)
+    return html.heading("Evaluations") + html.table(head, rows, text_columns=1) + note
 
 
 def _evaluation_row(name: str, evaluation: RecordedEvaluation, bold: bool = False) -> str:
     loss = f"{evaluation.loss:.3f}" if math.isfinite(evaluation.loss) else "–"
     figures = (f"{evaluation.step:,}", f"{evaluation.value:.1%}", html.interval(evaluation), loss, f"{evaluation.n:,}")
-    cells = "".join(f'<td class="number">{figure}</td>' for figure in figures)
-    return f'<tr class="{"chosen" if bold else ""}"><td>{escape(name)}</td>{cells}</tr>'
+    return f'<tr class="{"chosen" if bold else ""}"><td>{escape(name)}</td>{html.number_cells(figures)}</tr>'
 
 
 def _mistakes(run: RunData) -> str:
@@ -140,12 +132,12 @@ def _mistake(row: Mapping[str, Any]) -> str:
 
 
 def _training_facts(run: RunData) -> str:
-    config, task, metrics = run.config, run.task, run.metrics
+    config, task, start = run.config, run.header.task, run.metrics.start
     kinds = Counter(tensor.kind for tensor in run.header.tensors)
     words, labels = task.get("words"), task.get("labels")
     if isinstance(words, (list, tuple)) and isinstance(labels, (list, tuple)):
         words = ", ".join(f"{label} → {word}" for label, word in zip(labels, words, strict=False))
-    parameters = f"{html.count(metrics.trained_parameters)} of {html.count(metrics.parameters)}"
+    parameters = " of ".join(html.count(start.get(key)) for key in ("trained_parameters", "parameters"))
     facts: list[tuple[str, Any]] = [
         ("model", config.get("model")),
         ("space", config.get("space")),
@@ -154,18 +146,19 @@ def _training_facts(run: RunData) -> str:
         ("template", task.get("template")),
         ("label words", words),
         *((name.replace("_", " "), config.get(name)) for name in METHOD_OPTIONS),
-        ("engine", metrics.engine),
-        ("prefix cache", _prefix_cache(metrics)),
-        ("torch", metrics.torch),
+        ("engine", " ".join(str(start[key]) for key in ("engine", "device") if key in start)),
+        ("prefix cache", _prefix_cache(run.metrics.engine)),
+        ("torch", start.get("torch")),
         ("base digest", run.header.base[:16]),
-        ("weights digest", metrics.digest[:16]),
+        ("weights digest", str(run.metrics.result.get("digest", ""))[:16]),
     ]
+    facts = [(name, value) for name, value in facts if html.plain_text(value)]
     return f"{html.heading('What was trained')}{html.fact_table(facts)}"
 
 
-def _prefix_cache(metrics: Metrics) -> str:
+def _prefix_cache(engine: Event) -> str:
     """How many tokens came from the engine's prefix cache; empty for an engine that does not count them."""
-    cached, computed = metrics.cached_tokens, metrics.computed_tokens
+    cached, computed = (finite_number(engine.get(key)) for key in ("cached_tokens", "computed_tokens"))
     if cached is None or not computed:
         return ""
     return f"{html.count(cached)} tokens of {html.count(cached + computed)} ({cached / (cached + computed):.0%})"
@@ -175,13 +168,8 @@ def _commands(run: RunData) -> str:
     again = f"mezzo train --config {shlex.quote(str(run.path / 'config.json'))}"
     typed = "".join(f"<pre>{escape(text)}</pre>" for text in dict.fromkeys(run.metrics.commands))
     typed = typed or '<p class="soft">It was started from Python.</p>'
-    options = "".join(
-        f"<tr><td>{escape(name)}</td><td>{escape(html.plain_text(value))}</td></tr>"
-        for name, value in run.config.items()
-    )
     return (
         f'{html.heading("The exact command")}{typed}<p class="soft">The same run again, in a new folder:</p>'
         f"<pre>{escape(again)}</pre>"
-        "<details><summary>all options with their resolved values</summary>"
-        f'<div class="scroll"><table class="facts">{options}</table></div></details>'
+        f"<details><summary>all options with their resolved values</summary>{html.fact_table(run.config.items())}</details>"
     )

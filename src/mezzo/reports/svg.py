@@ -111,9 +111,9 @@ def _bars(chart: Chart, axes: _Axes) -> Iterator[str]:
 
 
 def _straight_lines(chart: Chart, axes: _Axes) -> Iterator[str]:
-    for step, name in chart.vertical_lines:
-        style = 'stroke="currentColor" opacity="0.35" stroke-dasharray="2 3"'
-        yield _line(axes.x(step), axes.x(step), axes.top, axes.top + HEIGHT, style, name)
+    if chart.best_step is not None:
+        x, style = axes.x(chart.best_step), 'stroke="currentColor" opacity="0.35" stroke-dasharray="2 3"'
+        yield _line(x, x, axes.top, axes.top + HEIGHT, style, f"best: step {chart.best_step}")
     for baseline in chart.baselines:
         y = axes.y(baseline.y)
         style = f'stroke="{colour(baseline.colour)}" stroke-width="1.5" stroke-dasharray="6 4"'
@@ -168,8 +168,7 @@ def _text(x: float, y: float, text: str, style: str = "") -> str:
 
 def _format_y(chart: Chart, value: float) -> str:
     if chart.percent:
-        text = f"{100 * value:.1f}".rstrip("0").rstrip(".")
-        return f"{text}%"
+        return f"{100 * value:.1f}".rstrip("0").rstrip(".") + "%"
     return _format_number(value)
 
 

@@ -14,9 +14,12 @@ T5 = "*cls**mask*:*+sent_0**sep+*"
 Fields = dict[str, Any]
 
 
-def _id_orders(hub: tuple[str, ...], lm_bff: tuple[str, ...] | None = None) -> Fields:
-    """Id orders of the Hugging Face hub and of LM-BFF's files; one order when both agree."""
-    return {"id_orders": {"hub": hub, "lm-bff": lm_bff or hub}}
+def _masked(
+    columns: tuple[str, ...], template: str, labels: tuple[str, ...], words: tuple[str, ...], **others: Any
+) -> Fields:
+    """A task whose labels are in the id order of LM-BFF's files; `hub` is that of the Hugging Face hub, if it differs."""
+    orders = {"hub": others.pop("hub", labels), "lm-bff": labels}
+    return {"columns": columns, "template": template, "labels": labels, "words": words, "id_orders": orders, **others}
 
 
 _POLARITY = ("negative", "positive")
@@ -25,35 +28,16 @@ _NLI = ("contradiction", "entailment", "neutral")
 _RTE = ("entailment", "not_entailment")
 _SAME = ("not_duplicate", "duplicate")
 _TREC = ("description", "entity", "expression", "human", "location", "number")
-_TREC_HUB = ("expression", "entity", "description", "human", "location", "number")
+_TEXT = ("text",)
+_PAIR = ("premise", "hypothesis")
 
-_SENTENCE: Fields = {"columns": ("text",), "max_length": 128}
-_PAIR: Fields = {"columns": ("premise", "hypothesis"), "max_length": 256}
-_SENTIMENT: Fields = {
-    **_SENTENCE,
-    "template": T1,
-    "labels": _POLARITY,
-    "words": ("terrible", "great"),
-    "label_aliases": {"neg": "negative", "pos": "positive"},
-    **_id_orders(_POLARITY),
-}
-_ENTAIL_3: Fields = {
-    **_PAIR,
-    "template": T2,
-    "labels": _NLI,
-    "words": ("No", "Yes", "Maybe"),
-    **_id_orders(("entailment", "neutral", "contradiction"), _NLI),
-}
-_ENTAIL_2: Fields = {**_PAIR, "template": T2, "labels": _RTE, "words": ("Yes", "No"), **_id_orders(_RTE)}
-_PARAPHRASE: Fields = {
-    "template": T3,
-    "labels": _SAME,
-    "words": ("No", "Yes"),
-    "metric": "f1",
-    "max_length": 128,
-    "label_aliases": {"not_equivalent": "not_duplicate", "equivalent": "duplicate"},
-    **_id_orders(_SAME),
-}
+_SENTIMENT_ALIASES = {"neg": "negative", "pos": "positive"}
+_SENTIMENT = _masked(_TEXT, T1, _POLARITY, ("terrible", "great"), label_aliases=_SENTIMENT_ALIASES)
+_NLI_HUB = ("entailment", "neutral", "contradiction")
+_ENTAIL_3 = _masked(_PAIR, T2, _NLI, ("No", "Yes", "Maybe"), hub=_NLI_HUB, max_length=256)
+_ENTAIL_2 = _masked(_PAIR, T2, _RTE, ("Yes", "No"), max_length=256)
+_SAME_ALIASES = {"not_equivalent": "not_duplicate", "equivalent": "duplicate"}
+_PARAPHRASE = _masked((), T3, _SAME, ("No", "Yes"), metric="f1", label_aliases=_SAME_ALIASES)
 _FACT: Fields = {"premise": "A man is playing a guitar on stage.", "hypothesis": "Someone is making music."}
 
 MASKED: dict[str, Fields] = {
@@ -61,38 +45,37 @@ MASKED: dict[str, Fields] = {
     "mr": {**_SENTIMENT, "sample": {"text": "the jokes arrive late and leave early ."}},
     "cr": {**_SENTIMENT, "sample": {"text": "the battery lasts for two full days ."}},
     "mpqa": {**_SENTIMENT, "sample": {"text": "welcomed the decision"}},
-    "sst-5": {
-        **_SENTENCE,
-        "template": T1,
-        "labels": _DEGREES,
-        "words": ("terrible", "bad", "okay", "good", "great"),
-        **_id_orders(_DEGREES),
-        "sample": {"text": "pleasant enough , and soon forgotten ."},
-    },
-    "subj": {
-        **_SENTENCE,
-        "template": T4,
-        "labels": ("subjective", "objective"),
-        "words": ("subjective", "objective"),
-        **_id_orders(("objective", "subjective"), ("subjective", "objective")),
-        "sample": {"text": "two brothers return to their village ."},
-    },
-    "cola": {
-        **_SENTENCE,
-        "template": T4,
-        "labels": ("unacceptable", "acceptable"),
-        "words": ("incorrect", "correct"),
-        "metric": "matthews",
-        "layout": ("", "label", "", "text"),
-        **_id_orders(("unacceptable", "acceptable")),
-        "sample": {"text": "The keys was left on the table."},
-    },
-    "trec": {
-        **_SENTENCE,
-        "template": T5,
-        "labels": _TREC,
-        "words": ("Description", "Entity", "Expression", "Human", "Location", "Number"),
-        "label_aliases": {
+    "sst-5": _masked(
+        _TEXT,
+        T1,
+        _DEGREES,
+        ("terrible", "bad", "okay", "good", "great"),
+        sample={"text": "pleasant enough , and soon forgotten ."},
+    ),
+    "subj": _masked(
+        _TEXT,
+        T4,
+        ("subjective", "objective"),
+        ("subjective", "objective"),
+        hub=("objective", "subjective"),
+        sample={"text": "two brothers return to their village ."},
+    ),
+    "cola": _masked(
+        _TEXT,
+        T4,
+        ("unacceptable", "acceptable"),
+        ("incorrect", "correct"),
+        metric="matthews",
+        layout=("", "label", "", "text"),
+        sample={"text": "The keys was left on the table."},
+    ),
+    "trec": _masked(
+        _TEXT,
+        T5,
+        _TREC,
+        ("Description", "Entity", "Expression", "Human", "Location", "Number"),
+        hub=("expression", "entity", "description", "human", "location", "number"),
+        label_aliases={
             "desc": "description",
             "enty": "entity",
             "abbr": "expression",
@@ -102,9 +85,8 @@ MASKED: dict[str, Fields] = {
             "num": "number",
             "numeric": "number",
         },
-        **_id_orders(_TREC_HUB, _TREC),
-        "sample": {"text": "Which river runs through Vienna ?"},
-    },
+        sample={"text": "Which river runs through Vienna ?"},
+    ),
     "mnli": {**_ENTAIL_3, "sample": _FACT},
     "snli": {**_ENTAIL_3, "sample": _FACT},
     "qnli": {
@@ -153,7 +135,7 @@ CAUSAL: dict[str, Fields] = {
     },
     "cb": {
         **_CAUSAL,
-        "columns": ("premise", "hypothesis"),
+        "columns": _PAIR,
         "template": 'Suppose {premise} Can we infer that "{hypothesis}"? Yes, No, or Maybe?\n',
         "labels": ("entailment", "contradiction", "neutral"),
         "words": ("Yes", "No", "Maybe"),
@@ -173,10 +155,7 @@ CAUSAL: dict[str, Fields] = {
         **_FALSE_TRUE,
         "columns": ("text", "span2", "span1"),
         "template": '{text}\nIn the previous sentence, does the pronoun "{span2}" refer to {span1}? Yes or No?\n',
-        "column_aliases": {
-            "span1": ("span1_text", "target.span1_text"),
-            "span2": ("span2_text", "target.span2_text"),
-        },
+        "column_aliases": {span: (f"{span}_text", f"target.{span}_text") for span in ("span1", "span2")},
         "sample": {"text": "The cup fell off the shelf because it was wet.", "span1": "The cup", "span2": "it"},
     },
     "wic": {

@@ -28,18 +28,17 @@ def match_columns(
         if source not in names:
             raise DataError(f"{where}: no column {source!r} for {column!r}; found {_quote_names(names)}")
     required = required_columns(task)
-    columns = {column: column_map.get(column) or _find_column(task, column, names, where) for column in required}
-    label = column_map.get(task.label_column) or _find_column(task, task.label_column, names, where)
-    missing = [column for column, source in columns.items() if source is None]
-    others = [name for name in names if name != label and name not in columns.values()]
+    columns = {c: column_map.get(c) or _find_column(task, c, names, where) for c in (*required, task.label_column)}
+    label = columns[task.label_column]
+    missing = [column for column in required if columns[column] is None]
+    others = [name for name in names if name not in columns.values()]
     if len(required) == 1 and missing and label is not None and len(others) == 1:
         columns[required[0]], missing = others[0], []
     if missing or (label is None and labelled):
         column = missing[0] if missing else task.label_column
         hint = _columns_hint(column)
         raise DataError(f"{where}: no column {column!r}; found {_quote_names(names)}; rename one, or {hint}")
-    matched = {column: source for column, source in columns.items() if source is not None}
-    return matched if label is None else {**matched, task.label_column: label}
+    return {column: source for column, source in columns.items() if source is not None}
 
 
 def required_columns(task: Task) -> list[str]:

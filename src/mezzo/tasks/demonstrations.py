@@ -18,10 +18,8 @@ class Demonstrations:
         if task.kind != "classification":
             raise TaskError(f"task {task.name!r} is a {task.kind} task; demonstrations need a task with labels")
         self.task, self.seed = task, seed
-        self.by_label: list[list[tuple[Example, list[str]]]] = [[] for _ in task.labels]
-        for example in pool:
-            if example.label >= 0:
-                self.by_label[example.label].append((example, task.texts(example)))
+        labels = range(len(task.labels))
+        self.by_label = [[(each, task.texts(each)) for each in pool if each.label == label] for label in labels]
         for label, examples in zip(task.labels, self.by_label, strict=True):
             if not examples:
                 raise TaskError(f"no demonstration of label {label!r}; give at least one example per label")

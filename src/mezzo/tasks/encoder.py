@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from mezzo.errors import TaskError, nearest
 from mezzo.tasks import templates
@@ -12,19 +12,7 @@ from mezzo.tasks.demonstrations import Demonstrations
 from mezzo.tasks.label_words import distinct_ids, label_word_ids, word_ids
 from mezzo.tasks.registry import get_task
 from mezzo.tasks.task import Task
-from mezzo.tasks.template_ast import (
-    MASK,
-    LabelWord,
-    Node,
-    Nodes,
-    Slot,
-    SpecialToken,
-    Text,
-    append_demonstrations,
-    contains_demonstrations,
-    demonstration_index,
-    prepend_demonstrations,
-)
+from mezzo.tasks.template_ast import MASK, LabelWord, Node, Nodes, Slot, SpecialToken, Text
 from mezzo.tasks.tokenizer import Ids, Tokenizer, TokenizerWrapper
 from mezzo.tasks.truncation import truncate_lengths
 from mezzo.types import Batch, Example, Prompt, Readout
@@ -90,7 +78,7 @@ class Encoder:
         assert len(prompt_ids) + longest <= self.max_length
         return Prompt(
             ids=prompt_ids,
-            label=self._label(example, candidates),
+            label=example.label if self.task.kind != "generation" else 0 if candidates else -1,
             position=self._readout_position(node_ids),
             candidates=candidates,
             segments=tuple(prepared.segment for prepared, ids in zip(self._nodes, node_ids, strict=True) for _ in ids),
@@ -147,12 +135,12 @@ class Encoder:
             if self._demonstrations:
                 raise TaskError("a head reads the text alone; leave out the demonstrations")
             return templates.head_nodes(columns)
-        explicit = contains_demonstrations(task.nodes, columns)
+        explicit = templates.contains_demonstrations(task.nodes, columns)
         if explicit and self._demonstrations is None:
             raise TaskError("the template contains demonstrations; give some, or remove them from the template")
         if self._demonstrations is None or explicit:
             return task.nodes
-        join = append_demonstrations if task.family == "masked" else prepend_demonstrations
+        join = templates.append_demonstrations if task.family == "masked" else templates.prepend_demonstrations
         return join(task.nodes, columns, len(task.labels))
 
     def _prepare_nodes(self) -> list[_PreparedNode]:
@@ -176,7 +164,7 @@ class Encoder:
             if node.index >= len(self._label_ids):
                 raise TaskError(f"the template has '*label_{node.index}*', but there are {len(self._label_ids)} labels")
             return self._label_ids[node.index]
-        if demonstration_index(node, len(self.task.columns)) >= len(self.task.labels):
+        if templates.demonstration_index(node, len(self.task.columns)) >= len(self.task.labels):
             raise TaskError(f"the template has more demonstrations than there are labels ({len(self.task.labels)})")
         return None
 
@@ -236,11 +224,6 @@ class Encoder:
             texts, end = texts[:1], self.tokenizer.encode(self.task.answer_end, continues=True)
         limit = self.max_length - self._template_length
         return tuple((self._encode_answer(text) + end)[:limit] for text in texts)
-
-    def _label(self, example: Example, candidates: Sequence[Any]) -> int:
-        if self.task.kind == "generation":
-            return 0 if candidates else -1
-        return example.label
 
     def _readout_position(self, node_ids: Sequence[Ids]) -> int:
         """The position that is read: the template's mask, the last token of a causal prompt, or `cls` for a head."""

@@ -56,13 +56,11 @@ class LabelReader:
 
     def read(self, value: Any, where: str) -> int:
         """The index of a label."""
-        name = "true" if value is True else "false" if value is False else str(value)
-        if (index := self._index.get(_normalize(name))) is not None:
-            return index
-        number = None if isinstance(value, bool) else _parse_id(value)
-        if number is None:
-            hint = nearest(_normalize(name), self._index)
-            labels = ", ".join(self.task.labels)
+        name = _normalize(str(value))
+        if name in self._index:
+            return self._index[name]
+        if (number := _parse_id(value)) is None:
+            labels, hint = ", ".join(self.task.labels), nearest(name, self._index)
             raise DataError(f"{where}: unknown label {_short_repr(value)}; labels are {labels}{hint}")
         if self._index_of_id is None:
             raise DataError(f"{where}: label {_short_repr(value)} is an id, and {self._missing_order()}")
@@ -108,8 +106,7 @@ class LabelReader:
 
 def choice_label(value: Any, candidates: Sequence[str], where: str) -> int:
     """The index of the correct candidate of a choice, which is given by its index or by its text (or several texts)."""
-    number = None if isinstance(value, bool) else _parse_id(value)
-    if number is not None:
+    if (number := _parse_id(value)) is not None:
         if not 0 <= number < len(candidates):
             raise DataError(f"{where}: label {number} for {len(candidates)} candidates; give an index from 0")
         return number
@@ -126,12 +123,12 @@ def _normalize(name: str) -> str:
 
 
 def _parse_id(value: Any) -> int | None:
-    """An id: 1, 1.0 (from tables with gaps), or '1'."""
+    """An id: 1, 1.0 (from tables with gaps), or '1'; not a Boolean."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return int(number) if number.is_integer() else None
+    return int(number) if number.is_integer() and not isinstance(value, bool) else None
 
 
 def _short_repr(value: Any) -> str:

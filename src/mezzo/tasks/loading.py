@@ -96,11 +96,10 @@ def _table_from_path(path: Path, options: _LoadOptions, split: str | None, encod
 
 def _split_file(folder: Path, split: str | None) -> Path:
     files = {path.stem: path for suffix in reversed(READERS) for path in sorted(folder.glob(f"*{suffix}"))}
-    if split is not None:
-        names = next((names for names in _SPLITS if split in names), ())
-        for name in (split, *names):
-            if name in files:
-                return files[name]
+    synonyms = next((names for names in _SPLITS if split in names), ())
+    for name in (split or "", *synonyms):
+        if name in files:
+            return files[name]
     found = ", ".join(sorted(path.name for path in files.values())) or "no data files"
     problem = "name a split" if split is None else f"no file for split {split!r}"
     raise DataError(f"{folder} is a folder: {problem}; found {found}")
@@ -193,11 +192,9 @@ def _expand_rows(table: Table) -> Iterator[tuple[int, Row]]:
 def _field(value: Any, column: str, task: Task, where: str) -> str | list[str]:
     if column in task.candidates and isinstance(value, list | tuple):
         return [_check_encodable(text, column, where) for text in as_texts(value)]
-    if isinstance(value, str):
-        return _check_encodable(value, column, where)
     if value is None or isinstance(value, list | tuple | Mapping):
         raise DataError(f"{where}: {column!r} is {'null' if value is None else 'not text'}; give a string")
-    return str(value)
+    return _check_encodable(str(value), column, where)
 
 
 def _check_encodable(text: str, column: str, where: str) -> str:

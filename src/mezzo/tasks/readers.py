@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,9 +61,7 @@ def read_file(path: Path, encoding: str = "utf-8") -> Table | RawTable:
 def numbered_lines(path: Path, encoding: str = "utf-8") -> Iterator[tuple[int, str]]:
     """Numbered lines, decoded one by one so that an invalid byte is located."""
     with path.open("rb") as file:
-        number = 0
-        while raw := file.readline(MAX_LINE + 1):
-            number += 1
+        for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
             if len(raw) > MAX_LINE:
                 raise DataError(f"{path}, line {number}: longer than {MAX_LINE:,} bytes; is this a data file?")
             if number == 1 and raw.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -111,17 +108,15 @@ def _read_jsonl(path: Path, encoding: str) -> Table:
 def _read_json(path: Path, encoding: str) -> Table:
     """A list of objects, an object of columns, or `{"data": …}`; also JSON lines under the wrong suffix."""
     _check_size(path, path.stat().st_size)
-    raw = path.read_bytes()
     try:
-        text = raw.decode(encoding, errors="replace")
-    except (LookupError, UnicodeError):
-        raise _unknown_encoding(path, encoding) from None
-    try:
+        text = path.read_bytes().decode(encoding, errors="replace")
         value = json.loads(text.removeprefix("\ufeff"))
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" or "\ufffd" in text:
             return _read_jsonl(path, encoding)  # which also finds the line of an invalid byte
         raise _bad_json(path, error.lineno, error) from None
+    except (LookupError, UnicodeError):
+        raise _unknown_encoding(path, encoding) from None
     except (ValueError, RecursionError) as error:
         raise _bad_json(path, 1, error) from None
     if "\ufffd" in text:
@@ -131,18 +126,18 @@ def _read_json(path: Path, encoding: str) -> Table:
 
 def _read_csv(path: Path, encoding: str) -> RawTable:
     """Comma-separated; quoted cells may contain commas, quotes and newlines."""
-    lines = numbered_lines(path, encoding)
+    reader = csv.reader((line for _, line in numbered_lines(path, encoding)), strict=True)
     rows: list[tuple[int, Cells]] = []
-    with _long_csv_cells():
-        reader = csv.reader((line for _, line in lines), strict=True)
-        start = 1
-        try:
-            for cells in reader:
-                if cells:
-                    rows.append((start, cells))
-                start = reader.line_num + 1
-        except csv.Error as error:
-            raise DataError(f"{path}, line {start}: bad csv ({error}); close or double its quotes") from None
+    start, default_limit = 1, csv.field_size_limit(MAX_LINE)  # the module's own limit is lower, and global
+    try:
+        for cells in reader:
+            if cells:
+                rows.append((start, cells))
+            start = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(f"{path}, line {start}: bad csv ({error}); close or double its quotes") from None
+    finally:
+        csv.field_size_limit(default_limit)
     return RawTable(str(path), rows)
 
 
@@ -226,13 +221,3 @@ def _bad_json(path: Path, number: int, error: Exception) -> DataError:
 
 def _unknown_encoding(path: Path, encoding: str) -> DataError:
     return DataError(f"{path}: unknown encoding {encoding!r}; use utf-8 or latin-1")
-
-
-@contextmanager
-def _long_csv_cells() -> Iterator[None]:
-    """Allow cells up to `MAX_LINE`; the csv module's own limit is lower, and global."""
-    before = csv.field_size_limit(MAX_LINE)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(before)

@@ -17,7 +17,6 @@ from mezzo.types import Family
 
 _TABLES: dict[str, dict[str, dict[str, Any]]] = {"masked": MASKED, "causal": CAUSAL}
 _KEYS = tuple(f.name for f in dataclasses.fields(Task))
-_REQUIRED = ("columns", "template")
 _TASKS = tuple(
     Task(**{"name": name, "family": family, **fields})
     for family, tasks in _TABLES.items()
@@ -55,7 +54,7 @@ def _task_from(values: Mapping[str, Any], source: str, name: str = "custom") -> 
     for key in values:
         if key not in _KEYS:
             raise TaskError(f"{source}: unknown key {key!r}{nearest(str(key), _KEYS)}")
-    for key in _REQUIRED:
+    for key in ("columns", "template"):
         if key not in values:
             raise TaskError(f"{source}: no {key!r}; a task needs columns, template, labels and words")
     fields = {"name": name, **values}

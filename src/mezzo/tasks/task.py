@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -144,11 +145,9 @@ class Task:
         for name in ("id_orders", "label_aliases", "column_aliases", "rewrite", "sample"):
             if not isinstance(getattr(self, name), Mapping):
                 raise TaskError(f"{name} is {getattr(self, name)!r}; give a table")
-        words = self.words
-        if isinstance(words, Mapping):
-            words = order_by_label(words, self.labels or tuple(words))
+        if isinstance(self.words, Mapping):
             object.__setattr__(self, "labels", self.labels or tuple(self.words))
-        object.__setattr__(self, "words", words)
+            object.__setattr__(self, "words", order_by_label(self.words, self.labels))
         for name in ("columns", "labels", "words", "candidates", "fill", "layout"):
             object.__setattr__(self, name, _strings(name, getattr(self, name)))
         for name in ("id_orders", "column_aliases"):
@@ -167,7 +166,8 @@ class Task:
         if not self.columns:
             raise TaskError("no columns; name the data's text columns, such as columns = ['text']")
         for name in ("columns", "labels", "words"):
-            _check_distinct(name, getattr(self, name))
+            if repeated := [value for value, count in Counter(getattr(self, name)).items() if count > 1]:
+                raise TaskError(f"{repeated[0]!r} appears twice in {name}; each must be different")
         if self.kind == "classification":
             self._check_labels()
         elif self.family == "masked":
@@ -256,12 +256,6 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TaskError(f"{name} is {value!r}; give a list, such as ['text']")
     return tuple(str(item) for item in value)
-
-
-def _check_distinct(name: str, values: Sequence[str]) -> None:
-    for value in values:
-        if values.count(value) > 1:
-            raise TaskError(f"{value!r} appears twice in {name}; each must be different")
 
 
 def _to_plain(value: Any) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 SPECIAL_TOKENS = ("cls", "bos", "eos", "sep", "mask")
 
@@ -57,40 +56,3 @@ Node = SpecialToken | Text | Slot | LabelWord
 Nodes = tuple[Node, ...]
 
 MASK = SpecialToken("mask")
-
-
-def demonstration_index(node: Node, columns: int) -> int:
-    """The number of the demonstration a node belongs to; -1 for the query."""
-    if isinstance(node, Slot):
-        return node.index // columns - 1
-    return node.index if isinstance(node, LabelWord) and node.of_demo else -1
-
-
-def contains_demonstrations(nodes: Nodes, columns: int) -> bool:
-    """Does the template itself contain demonstrations (`sent_i` beyond the row's texts, or `labelx_i`)?"""
-    return any(demonstration_index(node, columns) >= 0 for node in nodes)
-
-
-def append_demonstrations(nodes: Nodes, columns: int, count: int) -> Nodes:
-    """For masked models: after the query, once per label, the template again without `cls`, its mask filled."""
-    body = tuple(node for node in nodes if node != SpecialToken("cls"))
-    return nodes + tuple(node for i in range(count) for node in _demonstration_nodes(body, i, columns))
-
-
-def prepend_demonstrations(nodes: Nodes, columns: int, count: int, separator: str = "\n\n") -> Nodes:
-    """For causal models: before the query, once per label, the prompt with its answer, then an empty line."""
-    demonstrations: list[Node] = []
-    for i in range(count):
-        demonstrations += [*_demonstration_nodes(nodes, i, columns), LabelWord(i, of_demo=True), Text(separator)]
-    return (*demonstrations, *nodes)
-
-
-def _demonstration_nodes(nodes: Sequence[Node], i: int, columns: int) -> list[Node]:
-    """The template's nodes with the texts and the label word of demonstration `i` instead of the query's."""
-    renumbered: list[Node] = []
-    for node in nodes:
-        if isinstance(node, Slot):
-            renumbered.append(replace(node, index=columns * (i + 1) + node.index))
-        else:
-            renumbered.append(LabelWord(i, of_demo=True) if node == MASK else node)
-    return renumbered

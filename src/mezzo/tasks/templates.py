@@ -7,20 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from mezzo.errors import TaskError, nearest
-from mezzo.tasks.template_ast import (
-    MASK,
-    SPECIAL_TOKENS,
-    LabelWord,
-    Node,
-    Nodes,
-    Slot,
-    SpecialToken,
-    Text,
-    contains_demonstrations,
-)
+from mezzo.tasks.template_ast import MASK, SPECIAL_TOKENS, LabelWord, Node, Nodes, Slot, SpecialToken, Text
 
 _SENT = re.compile(r"(\+?)sent([lu]?)(-?)_(\d+)")
 _LABEL = re.compile(r"label(x?)_(\d+)")
@@ -71,6 +62,40 @@ def head_nodes(columns: int) -> Nodes:
     """The input of a classification head: `cls text sep`, with one more `text sep` per further column."""
     texts = tuple(node for i in range(columns) for node in (Slot(i), SpecialToken("sep", advance=True)))
     return (SpecialToken("cls"), *texts)
+
+
+# --- demonstrations
+
+
+def demonstration_index(node: Node, columns: int) -> int:
+    """The number of the demonstration a node belongs to; -1 for the query."""
+    if isinstance(node, Slot):
+        return node.index // columns - 1
+    return node.index if isinstance(node, LabelWord) and node.of_demo else -1
+
+
+def contains_demonstrations(nodes: Nodes, columns: int) -> bool:
+    """Does the template itself contain demonstrations (`sent_i` beyond the row's texts, or `labelx_i`)?"""
+    return any(demonstration_index(node, columns) >= 0 for node in nodes)
+
+
+def append_demonstrations(nodes: Nodes, columns: int, count: int) -> Nodes:
+    """For masked models: after the query, once per label, the template again without `cls`, its mask filled."""
+    body = tuple(node for node in nodes if node != SpecialToken("cls"))
+    return nodes + tuple(node for i in range(count) for node in _demonstration_nodes(body, i, columns))
+
+
+def prepend_demonstrations(nodes: Nodes, columns: int, count: int) -> Nodes:
+    """For causal models: before the query, once per label, the prompt with its answer, then an empty line."""
+    body = (*nodes, MASK, Text("\n\n"))  # the answer takes the place of a mask at the end
+    return tuple(node for i in range(count) for node in _demonstration_nodes(body, i, columns)) + nodes
+
+
+def _demonstration_nodes(nodes: Nodes, i: int, columns: int) -> Nodes:
+    """The template's nodes with the texts and the label word of demonstration `i` instead of the query's."""
+    filled = (LabelWord(i, of_demo=True) if node == MASK else node for node in nodes)
+    offset = columns * (i + 1)
+    return tuple(replace(node, index=offset + node.index) if isinstance(node, Slot) else node for node in filled)
 
 
 # --- the star grammar

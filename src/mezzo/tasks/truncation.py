@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 
@@ -23,17 +24,13 @@ def _cut_longest(lengths: Sequence[int], limit: int) -> list[int]:
     """Cut the longest to a common length; what does not divide evenly goes to the first of them."""
     if sum(lengths) <= limit:
         return list(lengths)
-    left, common = max(limit, 0), 0
-    for rank, length in enumerate(sorted(lengths)):
-        share = left // (len(lengths) - rank)
-        if length > share:
-            common = share
-            break
-        left -= length
-    truncated = [min(length, common) for length in lengths]
-    remainder = max(limit, 0) - sum(truncated)
-    for i, length in enumerate(lengths):
-        if remainder and length > truncated[i]:
-            truncated[i] += 1
-            remainder -= 1
+    limit = max(limit, 0)
+    commons = range(max(lengths) + 1)
+    common = bisect_right(commons, limit, key=lambda common: sum(min(length, common) for length in lengths)) - 1
+    remainder = limit - sum(min(length, common) for length in lengths)
+    truncated = []
+    for length in lengths:
+        extra = int(length > common and remainder > 0)
+        truncated.append(min(length, common + extra))
+        remainder -= extra
     return truncated

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mezzo.engines.base import EngineSpec
+from mezzo.engines.sglang.model_facts import ModelFacts
 from mezzo.engines.sglang.module_names import FUSED, module_of, projection_of, sglang_path
 from mezzo.engines.sglang.support import TRAINABLE_SPACES
 from mezzo.engines.sglang.tensor_parts import Array, to_tensor
@@ -17,7 +19,7 @@ from mezzo.engines.torch.initial_values import initial_lora_factor
 from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.errors import ModelError
 from mezzo.method.space import Space, lora_names
-from mezzo.types import Probe, TrainedTensor
+from mezzo.types import Probe, TrainedTensor, Update
 
 PROBES_PER_FORWARD = 2
 """The two signs of a direction, each an adapter of one batch."""
@@ -55,34 +57,44 @@ def adapter_shape(space: Space, trained: Sequence[TrainedTensor]) -> AdapterShap
     return AdapterShape(rank, alpha, tuple(sorted(targets)))
 
 
+def peft_names(module: str) -> list[str]:
+    """The names of a module's factors A and B in an adapter file of PEFT."""
+    return [f"base_model.model.{module}.lora_{factor}.weight" for factor in "AB"]
+
+
 def adapter_tensors(module: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
-    """The factors of one module under the names that PEFT gives them in an adapter file."""
-    name = f"base_model.model.{module}"
-    return {f"{name}.lora_A.weight": a.clone(), f"{name}.lora_B.weight": b.clone()}
+    """The factors of one module, by their names in an adapter file."""
+    return dict(zip(peft_names(module), (a.clone(), b.clone()), strict=True))
 
 
 # ---- space `lora`: an adapter is the trained factors at a probe
 
 
-def lora_population(
-    trained: Sequence[TrainedTensor], frozen: Sequence[TrainedTensor], seed: int, source: NoiseSource
-) -> Population:
-    """LoRA factors at their initial values, on the device of `source`."""
+class LoraFactors:
+    """The LoRA factors, complete because they are small; trained from their initial values on."""
 
-    def initial_value(factor: TrainedTensor) -> Tensor:
-        return initial_lora_factor(factor, seed).to(source.device)
+    def __init__(self, spec: EngineSpec, facts: ModelFacts, device: torch.device) -> None:
+        initial = {t.name: initial_lora_factor(t, spec.seed).to(device) for t in (*facts.trained, *facts.frozen)}
+        frozen = {t.name: initial[t.name] for t in facts.frozen}
+        source = NoiseSource(spec.noise_kind, device)
+        self.population = Population([(t, initial[t.name]) for t in facts.trained], source, frozen)
 
-    return Population([(t, initial_value(t)) for t in trained], source, {t.name: initial_value(t) for t in frozen})
+    def at_probes(self, probes: Sequence[Probe]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """(module, A[P, r, in], B[P, out, r]) of every adapted module at the probes."""
+        with self.population.at(probes):
+            for module in dict.fromkeys(module_of(name) for name in self.population.trained):
+                a, b = (self.population.member_tensor(name) for name in lora_names(module))
+                yield module, a, b
+
+    @torch.no_grad()
+    def apply(self, updates: Sequence[Update]) -> None:
+        self.population.apply_all(updates)
+
+    def load(self, tensors: Mapping[str, Array]) -> None:
+        load_values(self.population, tensors)
 
 
-def lora_factors(population: Population, probes: Sequence[Probe]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(module, A[P, r, in], B[P, out, r]) of every adapted module at the probes."""
-    with population.at(probes):
-        for module in dict.fromkeys(module_of(name) for name in population.trained):
-            a, b = (population.member_tensor(name) for name in lora_names(module))
-            yield module, a, b
-
-
+@torch.no_grad()
 def load_values(population: Population, tensors: Mapping[str, Array]) -> None:
     for name, values in tensors.items():
         population.value(name).copy_(to_tensor(values))

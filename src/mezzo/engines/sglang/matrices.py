@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from mezzo.engines.sglang.shards import Shard
-from mezzo.engines.sglang.tensor_parts import TensorPart, to_numpy
+from mezzo.engines.sglang.tensor_parts import Array, TensorPart, to_numpy, to_tensor
 from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.engines.torch.weights.reference_ops import update_values
 from mezzo.errors import ModelError
@@ -26,8 +26,14 @@ class MatrixShards:
             if shape != (shard.rows[1] - shard.rows[0], shard.cols[1] - shard.cols[0]):
                 raise ModelError(f"SGLang stores {each.name} in another layout: {shape} on this rank")
 
-    def apply(self, update: Update) -> None:
+    def apply(self, updates: Sequence[Update]) -> None:
         """Update with the rounding that every engine uses; U·Vᵀ has integer entries, exact in any order and on any shard."""
+        for update in updates:
+            if not update.empty:
+                self._apply(update)
+            self.source.clear_cache()
+
+    def _apply(self, update: Update) -> None:
         for trained in self.trained:
             scaled = tuple((seed, noise.factor_scale(coef, trained.rank)) for seed, coef in update.terms)
             update_values(
@@ -37,7 +43,6 @@ class MatrixShards:
                 lambda seed, t=trained: self._noise(t, seed),  # type: ignore[misc]
                 lambda t=trained: self._rounding_bits(t, rounding.first_seed(update)),  # type: ignore[misc]
             )
-        self.source.clear_cache()
 
     def _noise(self, trained: TrainedTensor, seed: int) -> Tensor:
         shard = self.shards[trained.name]
@@ -55,7 +60,7 @@ class MatrixShards:
         shards = [(t.name, self.shards[t.name]) for t in self.trained]
         return [TensorPart(name, shard.rows, shard.cols, to_numpy(shard.weight)) for name, shard in shards]
 
-    def load(self, name: str, matrix: Tensor) -> None:
-        """Copy this rank's share of a complete matrix into its place."""
-        shard = self.shards[name]
-        shard.weight.copy_(matrix[slice(*shard.rows), slice(*shard.cols)])
+    def load(self, tensors: Mapping[str, Array]) -> None:
+        """Copy this rank's shares of complete matrices into their places."""
+        for name, values in tensors.items():
+            self.shards[name].load(to_tensor(values))

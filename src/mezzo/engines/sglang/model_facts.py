@@ -65,11 +65,6 @@ def read_model_facts(spec: EngineSpec) -> ModelFacts:
     )
 
 
-def trained_dtype(spec: EngineSpec) -> torch.dtype:
-    """The dtype of the trained tensors: the model's own for matrices, float32 for LoRA factors."""
-    return getattr(torch, spec.dtype) if spec.space.kind == "matrices" else torch.float32  # type: ignore[no-any-return]
-
-
 @torch.no_grad()
 def _sample_logprobs(model: torch.nn.Module) -> tuple[float, ...]:
     logits = model(input_ids=torch.tensor([SAMPLE_TOKENS])).logits[0, -1].float()

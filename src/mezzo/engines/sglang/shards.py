@@ -35,7 +35,11 @@ class Shard:
     @property
     def weight(self) -> Tensor:
         """The shard itself, a view of the layer's weight."""
-        return self.layer.weight.data[self.local_rows]  # type: ignore[no-any-return]
+        return self.layer.weight.data[self.local_rows]
+
+    def load(self, matrix: Tensor) -> None:
+        """Copy this rank's share of the complete matrix into its place."""
+        self.weight.copy_(matrix[slice(*self.rows), slice(*self.cols)])
 
 
 def layer_shards(path: str, layer: Any) -> Iterator[Shard]:

@@ -38,7 +38,11 @@ def refuse_space(space: Space) -> None:
 def refuse_tensors(space: Space, trained: Sequence[TrainedTensor]) -> None:
     """Raise SpaceError for modules that SGLang cannot attach an adapter to, or not in this combination."""
     names = sorted({projection_of(sglang_path(module_of(t.name))) for t in trained})
-    _refuse_modules(space, names)
+    if unsupported := [name for name in names if name not in PROJECTIONS]:
+        rest = [name for name in names if name in PROJECTIONS]
+        option = "--targets " + ",".join(rest) if space.kind == "lora" else "--only " + ",".join(f"*{n}*" for n in rest)
+        remedy = f"{option}, or --engine torch" if rest else "--engine torch"
+        raise SpaceError(f"SGLang cannot attach adapters to {', '.join(unsupported)} of this model; use {remedy}")
     attention = {"q_proj", "k_proj", "v_proj"} & set(names)
     if space.kind == "lora" and attention and not attention >= {"q_proj", "v_proj"}:
         targets = "query,value" if ENCODER_LAYER.match(trained[0].name) else "q_proj,v_proj"
@@ -51,13 +55,3 @@ def refuse_tensors(space: Space, trained: Sequence[TrainedTensor]) -> None:
             f"{small[0].name} of shape {small[0].shape} is too small for low-rank noise of rank {space.noise_rank}; "
             f"lower --noise-rank below {min(small[0].shape)}"
         )
-
-
-def _refuse_modules(space: Space, names: Sequence[str]) -> None:
-    unsupported = [name for name in names if name not in PROJECTIONS]
-    if not unsupported:
-        return
-    rest = [name for name in names if name in PROJECTIONS]
-    option = "--targets " + ",".join(rest) if space.kind == "lora" else "--only " + ",".join(f"*{n}*" for n in rest)
-    remedy = f"{option}, or --engine torch" if rest else "--engine torch"
-    raise SpaceError(f"SGLang cannot attach adapters to {', '.join(unsupported)} of this model; use {remedy}")

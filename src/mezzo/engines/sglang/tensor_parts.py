@@ -1,8 +1,8 @@
-"""Trained tensors on their way between the ranks and the driver: assembled, checked, hashed."""
+"""Trained tensors on their way between the ranks and the driver: parts of them, and their encoding."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,8 +10,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mezzo.engines.torch import catalog
-from mezzo.errors import JournalError
 from mezzo.types import TrainedTensor
 
 Array = npt.NDArray[np.generic]
@@ -34,20 +32,6 @@ def assemble_tensors(trained: Sequence[TrainedTensor], ranks: Iterable[Sequence[
         for part in parts:
             tensors[part.name][slice(*part.rows), slice(*part.cols)] = part.values  # type: ignore[index]
     return tensors
-
-
-def refuse_foreign_tensors(trained: Sequence[TrainedTensor], tensors: Mapping[str, Array]) -> None:
-    """Raise JournalError unless names and shapes are those of the run."""
-    if set(tensors) != {t.name for t in trained}:
-        raise JournalError("the tensors do not belong to this run: their names differ")
-    for each in trained:
-        if tuple(tensors[each.name].shape) != each.shape:
-            raise JournalError(f"{each.name} has shape {tensors[each.name].shape}, expected {each.shape}")
-
-
-def digest_tensors(tensors: Mapping[str, Array], dtype: torch.dtype) -> str:
-    """The digest of the tensors as stored: in `dtype`, whose values they hold in float32."""
-    return catalog.digest_of((name, to_tensor(values).to(dtype)) for name, values in tensors.items())
 
 
 def to_tensor(values: Array) -> Tensor:

@@ -15,15 +15,12 @@ class WorkerConnection(Protocol):
 
     def send(self, data: bytes) -> None:
         """Send one request; raises WorkerLost."""
-        ...
 
     def kill(self) -> None:
         """End the worker, whatever it is doing."""
-        ...
 
     def stop(self) -> None:
         """Let an idle worker shut down by itself: its engine may have processes of its own to end."""
-        ...
 
 
 class Transport(Protocol):
@@ -31,12 +28,10 @@ class Transport(Protocol):
 
     def start_worker(self) -> WorkerConnection:
         """Start a worker without an engine; raises WorkerLost if none can be started now."""
-        ...
 
     def wait_for_replies(
         self, connections: Sequence[WorkerConnection], seconds: float
     ) -> list[tuple[WorkerConnection, bytes | None]]:
         """Replies that arrive within that time; None for a worker that is lost."""
-        ...
 
     def close(self) -> None: ...

@@ -8,14 +8,13 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
 from multiprocessing.connection import Connection
+
+from mezzo.engines.torch.loading import preload_imports
+from mezzo.parallel.worker import serve_requests
 
 
 def main(descriptor: int) -> None:
-    from mezzo.engines.torch.loading import preload_imports
-    from mezzo.parallel.worker import serve_requests
-
     preload_imports()
     gc.freeze()  # the collector does not touch shared pages, so they stay shared
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the children: leave no zombies
@@ -27,21 +26,19 @@ def main(descriptor: int) -> None:
             pid = os.fork()
             if pid == 0:
                 driver.close()
-                _run_worker(serve_requests, descriptors[0])
+                _run_worker(descriptors[0])
             os.close(descriptors[0])
             driver.sendall(b"%16d" % pid)
 
 
-def _run_worker(serve: Callable[[Connection], None], descriptor: int) -> None:
+def _run_worker(descriptor: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    exit_code = 1
     try:
-        serve(Connection(descriptor))
-        exit_code = 0
+        serve_requests(Connection(descriptor))
     except BaseException:
         traceback.print_exc()
-    finally:
-        os._exit(exit_code)
+        os._exit(1)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,12 @@ class WorkerActor:
         self.server = WorkerServer()
 
     def handle(self, data: bytes) -> bytes:
-        reply, _ = self.server.handle(data)  # after a fatal failure the driver ends the actor
-        return reply
+        return self.server.handle(data)  # after a fatal failure the driver ends the actor
 
 
 class ActorConnection:
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
+    def __init__(self, ray: Any, actor: Any) -> None:
+        self.ray, self.actor = ray, actor
         self.pending_reply: Any = None
 
     def send(self, data: bytes) -> None:
@@ -40,9 +39,7 @@ class ActorConnection:
         self.actor.__ray_terminate__.remote()
 
     def kill(self) -> None:
-        import ray
-
-        ray.kill(self.actor, no_restart=True)
+        self.ray.kill(self.actor, no_restart=True)
 
 
 class RayTransport:
@@ -55,6 +52,7 @@ class RayTransport:
             os.environ[LOOPBACK_VARIABLE] = "0"
         import ray
 
+        self.ray: Any = ray
         self.gpus_per_worker = _gpus_per_worker(spec)
         tp = 1 if self.gpus_per_worker else spec.engine_spec.tp
         self.cpus_per_worker = float(max(spec.engine_spec.threads or 1, tp))
@@ -63,20 +61,18 @@ class RayTransport:
             start_ray(address, int(self.cpus_per_worker * (worker_count + 1)))
 
     def start_worker(self) -> ActorConnection:
-        import ray
-
+        ray = self.ray
         resources = {"num_cpus": self.cpus_per_worker, "num_gpus": self.gpus_per_worker}
         try:
             actor_class = ray.remote(WorkerActor).options(**resources, max_restarts=0, max_task_retries=0)
-            return ActorConnection(actor_class.remote())
+            return ActorConnection(ray, actor_class.remote())
         except ray.exceptions.RayError:
             raise WorkerLost from None
 
     def wait_for_replies(
         self, connections: Sequence[WorkerConnection], seconds: float
     ) -> list[tuple[WorkerConnection, bytes | None]]:
-        import ray
-
+        ray = self.ray
         by_reply = {worker.pending_reply: worker for worker in cast("Sequence[ActorConnection]", connections)}
         ready, _ = ray.wait(list(by_reply), num_returns=1, timeout=seconds)
         replies: list[tuple[WorkerConnection, bytes | None]] = []
@@ -88,10 +84,8 @@ class RayTransport:
         return replies
 
     def close(self) -> None:
-        import ray
-
-        if self.owns_ray and ray.is_initialized():
-            ray.shutdown()
+        if self.owns_ray and self.ray.is_initialized():
+            self.ray.shutdown()
 
 
 def start_ray(address: str, cpus: int) -> None:
@@ -101,14 +95,13 @@ def start_ray(address: str, cpus: int) -> None:
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     try:
         if address == "local":
-            cpus = max(cpus, os.cpu_count() or 1)
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+            options |= {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
         else:
             _check_reachable(address)
-            ray.init(address=address, **quiet)
+        ray.init(address=address, **options)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(

@@ -60,15 +60,13 @@ class RankGroup:
     def serve_requests(self) -> None:
         """Serve rank 0 until it closes the group."""
         while requests := deserialize(self._processes.broadcast(None)):
-            reply, _ = self.server.handle(requests[self.rank])
-            self._processes.gather(reply)
+            self._processes.gather(self.server.handle(requests[self.rank]))
 
     def exchange(self, requests: Sequence[bytes], seconds: float) -> list[bytes]:
         """On rank 0: send every rank its request and return all replies."""
         self._is_exchanging = True
         self._processes.broadcast(serialize(list(requests)), seconds)
-        reply, _ = self.server.handle(requests[0])
-        replies = self._processes.gather(reply, seconds)
+        replies = self._processes.gather(self.server.handle(requests[0]), seconds)
         self._is_exchanging = False
         return replies
 

@@ -48,16 +48,17 @@ class AdapterSlots:
             raise ModelError(f"SGLang's model has no projection {path}; it has {', '.join(list(self.buffers)[:3])} …")
         return self.buffers[path]
 
-    def refuse_padding(self, trained: TrainedTensor) -> None:
+    def refuse_padding(self, trained: Sequence[TrainedTensor]) -> None:
         """On a CPU SGLang pads layers that do not divide evenly, and its own adapters then do not fit them."""
-        shard = self.buffer(module_of(trained.name)).shard
-        rows = shard.rows[1] if trained.kind != "lora_A" else 0
-        cols = shard.cols[1] if trained.kind != "lora_B" else 0
-        if rows > trained.shape[0] or cols > trained.shape[1]:
-            raise ModelError(
-                f"SGLang pads {shard.module} to a size that its adapters do not fit; leave it out with --targets or --only, "
-                "choose another --tp, or use --engine torch"
-            )
+        for tensor in trained:
+            shard = self.buffer(module_of(tensor.name)).shard
+            rows = shard.rows[1] if tensor.kind != "lora_A" else 0
+            cols = shard.cols[1] if tensor.kind != "lora_B" else 0
+            if rows > tensor.shape[0] or cols > tensor.shape[1]:
+                raise ModelError(
+                    f"SGLang pads {shard.module} to a size that its adapters do not fit; leave it out with --targets or "
+                    "--only, choose another --tp, or use --engine torch"
+                )
 
     def make_resident(self) -> list[int]:
         """Load the adapters into the pool unless they are there; return their slots."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def build_batch(scheduler: Any, reqs: Sequence[Any], rows: Sequence[tuple[int, ...]]) -> Any:
-    """A `ScheduleBatch` of all rows under each request, ready for a forward; `free_batch` frees its memory.
+    """A `ScheduleBatch` of all rows under each request, ready for a forward; the caller frees its `out_cache_loc`.
 
     SGLang has matched the requests against its tree, all to the same length, and every row begins with the matched tokens. The
     scheduler must be idle: entries of its request table are used without being allocated, since nobody else can request one.
@@ -35,14 +35,12 @@ def build_batch(scheduler: Any, reqs: Sequence[Any], rows: Sequence[tuple[int, .
     tokens = np.fromiter(chain.from_iterable(row[cached:] for row in rows), dtype=np.int64)
     columns = np.concatenate([np.arange(cached, len(row)) for row in rows])
     input_ids, token_entries, token_columns, pool_indices, seq_lens = _to_device(
-        (
-            np.tile(tokens, len(reqs)),
-            np.repeat(entries, extend_lengths),
-            np.tile(columns, len(reqs)),
-            entries,
-            np.array(lengths),
-        ),
         table.device,
+        np.tile(tokens, len(reqs)),
+        np.repeat(entries, extend_lengths),
+        np.tile(columns, len(reqs)),
+        entries,
+        np.array(lengths),
     )
     slots = scheduler.token_to_kv_pool_allocator.alloc(len(input_ids))
     table[token_entries, token_columns] = slots.to(table.dtype)
@@ -74,21 +72,16 @@ def build_batch(scheduler: Any, reqs: Sequence[Any], rows: Sequence[tuple[int, .
     )
 
 
-def free_batch(batch: Any) -> None:
-    """Free the memory of a batch that `build_batch` made; the matched prefix stays in the tree."""
-    batch.token_to_kv_pool_allocator.free(batch.out_cache_loc)
-
-
 def _cached_prefix(tree: Any, req: Any) -> Tensor:
     """Where SGLang's tree holds the beginning of a request."""
     if hasattr(req, "prefix_indices"):  # up to 0.5.17
-        return req.prefix_indices  # type: ignore[no-any-return]
+        return req.prefix_indices
     return tree.prefix_device_indices(req) if req.prefix_len else torch.empty(0, dtype=torch.int64)
 
 
-def _to_device(arrays: Sequence[np.ndarray[Any, Any]], device: torch.device) -> tuple[Tensor, ...]:
+def _to_device(device: torch.device, *arrays: np.ndarray[Any, Any]) -> tuple[Tensor, ...]:
     """Move the arrays to the device in one asynchronous copy."""
     joined = torch.from_numpy(np.concatenate(arrays))
     if device.type == "cuda":
         joined = joined.pin_memory().to(device, non_blocking=True)
-    return torch.split(joined, [len(array) for array in arrays])  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
+    return torch.split(joined, [len(array) for array in arrays])  # type: ignore[no-untyped-call, unused-ignore]

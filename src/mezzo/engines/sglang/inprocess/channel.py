@@ -32,11 +32,11 @@ class Channel:
         of their own would cost a step half a millisecond or more."""
         self.folder = Path(tempfile.mkdtemp(prefix="mezzo-", dir=MEMORY if MEMORY.is_dir() else None))
 
-    def call(self, function: str, **values: Any) -> Any:
-        """The first rank's answer."""
+    def call(self, function: Callable[..., Any], **values: Any) -> Any:
+        """The first rank's answer to a call of `function`, a method of its worker."""
         return self.call_all(function, **values)[0]
 
-    def call_all(self, function: str, **values: Any) -> list[Any]:
+    def call_all(self, function: Callable[..., Any], **values: Any) -> list[Any]:
         """The answers of all ranks; an error on any of them is raised."""
         self.count += 1
         request = self.folder / f"{self.count}.request"
@@ -66,7 +66,7 @@ class Channel:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-Handler = Callable[[str, dict[str, Any], tuple[Update, ...]], Any]
+Handler = Callable[[Callable[..., Any], dict[str, Any], tuple[Update, ...]], Any]
 
 
 def answer_request(request: Path, rank: int, handler: Handler) -> None:

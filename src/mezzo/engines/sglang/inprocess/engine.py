@@ -7,49 +7,36 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.hf_hub import load_config
-from mezzo.engines.liveness import check_alive
-from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD, adapter_shape
+from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD
+from mezzo.engines.sglang.base import SGLangEngine
 from mezzo.engines.sglang.inprocess import launch
 from mezzo.engines.sglang.inprocess.channel import Channel
-from mezzo.engines.sglang.inprocess.weights import WorkerPlan
-from mezzo.engines.sglang.model_facts import read_model_facts, trained_dtype
+from mezzo.engines.sglang.inprocess.worker import Worker
 from mezzo.engines.sglang.requests import generation_body
-from mezzo.engines.sglang.support import refuse_head, refuse_space
-from mezzo.engines.sglang.tensor_parts import Array, assemble_tensors, digest_tensors, refuse_foreign_tensors
-from mezzo.engines.sglang.token_rows import TokenCounts
+from mezzo.engines.sglang.support import refuse_space
+from mezzo.engines.sglang.tensor_parts import Array, assemble_tensors
 from mezzo.engines.sglang.versions import installed_version
 from mezzo.errors import ConfigError, ModelError
-from mezzo.types import Batch, MicroBatch, Probe, Scores, Update
+from mezzo.types import Batch, Probe, Scores, Update
 
 
-class InProcessEngine:
+class InProcessEngine(SGLangEngine):
     """The driver of one `sglang.Engine`, whose workers hold the weights."""
-
-    pipeline = None
 
     def __init__(self, spec: EngineSpec) -> None:
         _refuse_model(spec)
-        facts = read_model_facts(spec)
-        self.spec, self.space, self.facts = spec, spec.space, facts
-        self.trained, self.base_digest = facts.trained, facts.base_digest
-        self.micro_batch = MicroBatch(rows=spec.rows, members=PROBES_PER_FORWARD)
-        self.share_prefixes = True
-        self.token_counts = TokenCounts()
+        super().__init__(spec)
         self.adapters = tuple(f"mezzo-{index}" for index in range(PROBES_PER_FORWARD))
-        shape = adapter_shape(spec.space, facts.trained)
-        self.engine, self.processes = launch.start(spec, shape)
+        self.engine, self.processes = launch.start(spec, self.adapter_shape)
         self.channel = Channel(self.engine.collective_rpc, spec.tp)
         try:
-            if shape is not None:
-                launch.load_zero_adapters(self.engine, shape, facts, self.adapters)
+            if self.adapter_shape is not None:
+                launch.load_zero_adapters(self.engine, self.adapter_shape, self.facts, self.adapters)
             launch.install_sigquit_handler()
-            plan = WorkerPlan(spec.space.kind, facts.trained, facts.frozen, spec.noise_kind, spec.seed, self.adapters)
-            self.channel.call("open", plan=plan)
-            if shape is not None and self.digest() != facts.initial_digest:
+            self.channel.call(Worker.open, spec=spec, facts=self.facts, adapters=self.adapters)
+            if self.adapter_shape is not None and self.digest() != self.facts.initial_digest:
                 raise ModelError(
                     "SGLang's copy of the trained tensors differs from the checkpoint's; it cannot be trained"
                 )
@@ -60,20 +47,14 @@ class InProcessEngine:
     def score(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
         """scores[P, B, C], by one call into the workers."""
         scores, token_counts = self.channel.call(
-            "score",
+            Worker.score,
             batch=batch,
             probes=tuple(probes),
             rows=self.micro_batch.rows,
             members=min(self.micro_batch.members, len(self.adapters)),
-            share_prefixes=self.share_prefixes,
         )
         self.token_counts += token_counts
-        return scores  # type: ignore[no-any-return]
-
-    def check(self, batch: Batch, eps: float) -> None:
-        """Refuse a space that SGLang cannot perturb, or whose perturbation changes no score."""
-        refuse_space(self.space)
-        check_alive(self, batch, eps)
+        return scores
 
     def apply(self, updates: Sequence[Update]) -> None:
         refuse_space(self.space)
@@ -88,36 +69,27 @@ class InProcessEngine:
 
     def request_at(self, probe: Probe, body: Mapping[str, Any]) -> list[Any]:
         """SGLang's answers to a request at a probe; the prefix cache is emptied before and after."""
-        (adapter,) = self.channel.call("write_probes", probes=(probe,))
+        (adapter,) = self.channel.call(Worker.write_probes, probes=(probe,))
         names = [self.adapters[0] if adapter else None] * len(body["input_ids"])
         answers = self.engine.generate(**body, lora_path=names)
-        while not self.channel.call("flush_cache"):  # SGLang may not have finished the last request yet
+        while not self.channel.call(Worker.flush_cache):  # SGLang may not have finished the last request yet
             time.sleep(0.005)
         launch.install_sigquit_handler()
         return list(answers)
 
     def state(self) -> dict[str, Array]:
-        return assemble_tensors(self.trained, self.channel.call_all("state"))
+        return assemble_tensors(self.trained, self.channel.call_all(Worker.state))
 
     def load_state(self, tensors: Mapping[str, Array]) -> None:
-        refuse_foreign_tensors(self.trained, tensors)
-        self.channel.call_all("load", tensors=dict(tensors))
-
-    def digest(self) -> str:
-        return digest_tensors(self.state(), trained_dtype(self.spec))
+        super().load_state(tensors)
+        self.channel.call_all(Worker.load, tensors=dict(tensors))
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "engine": "sglang",
+        return super().describe() | {
             "device": "cpu" if launch.runs_on_cpu(self.spec.device) else "cuda",
-            "dtype": self.spec.dtype,
             "sglang": installed_version(),
             "threads": self.spec.threads or os.cpu_count() or 1,
             "tp": self.spec.tp,
-            "parameters": self.facts.parameters,
-            "trained_parameters": sum(int(np.prod(t.shape)) for t in self.trained),
-            "cached_tokens": self.token_counts.cached,
-            "computed_tokens": self.token_counts.computed,
         }
 
     def close(self) -> None:
@@ -137,4 +109,3 @@ def _refuse_model(spec: EngineSpec) -> None:
                 f"the only masked language model that the sglang engine serves is RobertaForMaskedLM, not "
                 f"{', '.join(architectures)}; use --engine torch"
             )
-    refuse_head(spec.classes)

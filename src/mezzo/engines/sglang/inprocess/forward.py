@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.engines.sglang.inprocess.batch_layout import build_batch, free_batch
+from mezzo.engines.sglang.inprocess.batch_layout import build_batch
 from mezzo.engines.sglang.token_rows import TokenCounts, TokenRow, common_prefix, shared_prompts
 from mezzo.errors import RunFailed
 from mezzo.types import Readout
@@ -42,7 +42,6 @@ class Forward:
         self.scheduler = scheduler
         self.runner = scheduler.tp_worker.model_runner
         self.causal = bool(scheduler.is_generation)
-        self.share_prefixes = True
         self.token_counts = TokenCounts()
         self._prefix_cached = False
         self._requests = 0
@@ -62,7 +61,6 @@ class Forward:
         if not self.scheduler.is_fully_idle():
             raise RunFailed(BUSY)
 
-    @torch.no_grad()
     def score(
         self, rows: Sequence[TokenRow], probes: Sequence[ServedProbe], readout: Readout, every: Sequence[TokenRow]
     ) -> Tensor:
@@ -71,7 +69,7 @@ class Forward:
         `every` are the rows of the whole batch: what they all share is computed once and kept for its other forwards.
         """
         self._make_room(len(rows) * len(probes), sum(len(row.ids) for row in rows) * len(probes) * 2)
-        if self.causal and self.share_prefixes:
+        if self.causal:
             self._cache_prefixes(rows, probes, every)
         if readout.kind == "candidates":
             scores = self._score_candidates(rows, probes, readout.reduce)
@@ -85,7 +83,8 @@ class Forward:
         batch = build_batch(self.scheduler, reqs, [row.ids for row in rows])
         self.token_counts += TokenCounts(sum(batch.prefix_lens), sum(batch.extend_lens))
         output = self._run(batch, tuple(row.position for row in rows) * len(probes), readout)
-        free_batch(batch)  # while the device is still busy: what comes next in its queue may write there
+        # Free its memory while the device is still busy: what comes next in its queue may write there.
+        batch.token_to_kv_pool_allocator.free(batch.out_cache_loc)
         if not self.causal:
             return output.float().cpu()
         scores = output.float().log_softmax(-1) if readout.vocabulary else output
@@ -95,7 +94,7 @@ class Forward:
         """Next-token logits of a causal model; label-word scores of an encoder, which leave SGLang as embeddings."""
         if self.causal:
             output = self.scheduler.tp_worker.forward_batch_generation(batch, is_verify=True).logits_output
-            return output.next_token_logits  # type: ignore[no-any-return]
+            return output.next_token_logits
         from mezzo.engines.sglang.models.roberta import MaskReadout
 
         self.runner.model.mask_readout = MaskReadout(positions, readout.words, readout.vocabulary)
@@ -142,17 +141,13 @@ class Forward:
         """A forward of (tokens, logprob_start, probe), each matched against the tree and, with `cache`, kept in it."""
         reqs = [self._request(ids, start, probe) for ids, start, probe in sequences]
         output = self.scheduler.tp_worker.forward_batch_generation(self._batch(reqs), is_verify=True).logits_output
-        self._release_requests(reqs, cache)
-        return output
-
-    def _release_requests(self, reqs: Sequence[Any], cache: bool) -> None:
-        """Free the memory of the requests, and count the tokens that SGLang found in its cache."""
         allocator = self.scheduler.token_to_kv_pool_allocator
         allocator.free_group_begin()  # one operation for all of them
         for req in reqs:
             self.token_counts += TokenCounts(req.cached_tokens, len(req.origin_input_ids) - req.cached_tokens)
             self._release(req, cache)
         allocator.free_group_end()
+        return output
 
     def _request(self, ids: tuple[int, ...], logprob_start: int, probe: ServedProbe) -> Any:
         from sglang.srt.managers.schedule_batch import Req

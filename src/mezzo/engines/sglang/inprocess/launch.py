@@ -18,7 +18,7 @@ import torch
 
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.hf_hub import locate
-from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD, AdapterShape, adapter_tensors
+from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD, AdapterShape, peft_names
 from mezzo.engines.sglang.model_facts import ModelFacts
 from mezzo.engines.sglang.module_names import module_of, sglang_path
 from mezzo.errors import ConfigError, ModelError, RunFailed
@@ -111,12 +111,8 @@ def engine_arguments(spec: EngineSpec, shape: AdapterShape | None, cpu: bool) ->
     if spec.family == "masked":  # an encoder attends in both directions, so nothing can be cached
         arguments |= {"is_embedding": True, "disable_radix_cache": True}
     if cpu:
-        arguments |= {
-            "device": "cpu",
-            "attention_backend": "torch_native",
-            "mem_fraction_static": 0.5,
-            "sleep_on_idle": True,
-        }
+        arguments |= {"device": "cpu", "attention_backend": "torch_native"}
+        arguments |= {"mem_fraction_static": 0.5, "sleep_on_idle": True}
     else:
         arguments |= {"attention_backend": "triton", "base_gpu_id": int(spec.device.partition(":")[2] or 0)}
     if shape is not None:
@@ -133,24 +129,16 @@ def engine_arguments(spec: EngineSpec, shape: AdapterShape | None, cpu: bool) ->
 def load_zero_adapters(engine: Any, shape: AdapterShape, facts: ModelFacts, names: Sequence[str]) -> None:
     """Load adapters of zeros, known to SGLang by name; the workers write the probes into them."""
     zeros: dict[str, torch.Tensor] = {}
-    for module, (out, inner) in _module_shapes(facts).items():
-        a, b = torch.zeros(shape.rank, inner), torch.zeros(out, shape.rank)
-        zeros |= adapter_tensors(sglang_path(module), a, b)
+    for tensor in (*facts.trained, *facts.frozen):  # a matrix, or one of the two factors of an adapter
+        name_a, name_b = peft_names(sglang_path(module_of(tensor.name)))
+        if tensor.kind != "lora_B":
+            zeros[name_a] = torch.zeros(shape.rank, tensor.shape[1])
+        if tensor.kind != "lora_A":
+            zeros[name_b] = torch.zeros(tensor.shape[0], shape.rank)
     for name in names:
         loaded = engine.load_lora_adapter_from_tensors(name, zeros, shape.peft_config())
         if not loaded.success:
             raise ModelError(f"SGLang refused an adapter: {loaded.error_message}")
-
-
-def _module_shapes(facts: ModelFacts) -> dict[str, tuple[int, int]]:
-    """(out, in) of each adapted module, from its matrix or its two LoRA factors."""
-    shapes: dict[str, tuple[int, int]] = {}
-    for tensor in (*facts.trained, *facts.frozen):
-        out, inner = shapes.get(module_of(tensor.name), (0, 0))
-        out = tensor.shape[0] if tensor.kind != "lora_A" else out
-        inner = tensor.shape[1] if tensor.kind != "lora_B" else inner
-        shapes[module_of(tensor.name)] = (out, inner)
-    return shapes
 
 
 def runs_on_cpu(device: str) -> bool:
@@ -168,9 +156,8 @@ def _environment_variables(spec: EngineSpec, cpu: bool) -> dict[str, str]:
         variables["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "mezzo.engines.sglang.models"
     if cpu:
         variables["SGLANG_USE_CPU_ENGINE"] = "1"
-        variables["OMP_WAIT_POLICY"] = (
-            "PASSIVE"  # pinned threads that spin while waiting starve other threads of their core
-        )
+        # Pinned threads that spin while waiting would starve other threads of their core.
+        variables["OMP_WAIT_POLICY"] = "PASSIVE"
     if cpu and (spec.tp > 1 or spec.threads):
         # SGLang pins its threads; ranks on the same cores would wait for each other.
         cores = sorted(os.sched_getaffinity(0))[: max(spec.threads or 0, spec.tp) if spec.threads else None]

@@ -2,45 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from mezzo.engines.sglang.adapters import load_values, lora_factors, lora_population, noise_factors
+from mezzo.engines.base import EngineSpec
+from mezzo.engines.sglang.adapters import LoraFactors, noise_factors
 from mezzo.engines.sglang.inprocess.adapter_slots import AdapterSlots
 from mezzo.engines.sglang.matrices import MatrixShards
+from mezzo.engines.sglang.model_facts import ModelFacts
 from mezzo.engines.sglang.module_names import module_of
-from mezzo.engines.sglang.tensor_parts import Array, TensorPart, to_numpy, to_tensor
+from mezzo.engines.sglang.tensor_parts import TensorPart, to_numpy
 from mezzo.engines.torch.forward.probe_point import ProbePoint
 from mezzo.engines.torch.weights.flat_buffer import FlatBuffer
 from mezzo.engines.torch.weights.noise import NoiseSource
-from mezzo.method import noise
-from mezzo.types import Probe, TrainedTensor, Update
+from mezzo.types import Probe
 
 
-@dataclass(frozen=True)
-class WorkerPlan:
-    """What a worker must know about the run: names, shapes and seeds, but no weights."""
+class LoraWeights(LoraFactors):
+    """LoRA factors, complete on every rank."""
 
-    space: str
-    trained: tuple[TrainedTensor, ...]
-    frozen: tuple[TrainedTensor, ...]
-    noise_kind: noise.Kind
-    seed: int
-    adapters: tuple[str, ...]
-
-
-class LoraWeights:
-    """LoRA factors, complete on every rank because they are small."""
-
-    def __init__(self, plan: WorkerPlan, slots: AdapterSlots, device: torch.device) -> None:
+    def __init__(self, spec: EngineSpec, facts: ModelFacts, device: torch.device, slots: AdapterSlots) -> None:
+        super().__init__(spec, facts, device)
         self.slots = slots
-        self.population = lora_population(plan.trained, plan.frozen, plan.seed, NoiseSource(plan.noise_kind, device))
         self._flat_views: dict[tuple[int, ...], list[Tensor] | None] = {}
-        for trained in plan.trained:
-            slots.refuse_padding(trained)
 
     def write_probes(self, probes: Sequence[Probe]) -> list[str | None]:
         """Write the probes into adapter slots; return the adapter id of each."""
@@ -48,7 +34,7 @@ class LoraWeights:
         if not self._write_flat_buffers(slots, probes):
             self.slots.write(
                 (slot, module, a[member], b[member])
-                for module, a, b in lora_factors(self.population, probes)
+                for module, a, b in self.at_probes(probes)
                 for member, slot in enumerate(slots)
             )
         return list(self.slots.ids[: len(probes)])
@@ -72,16 +58,9 @@ class LoraWeights:
             torch._foreach_copy_(targets, [factor for row in values for factor in row.split(sizes)[::2]])
         return True
 
-    def apply(self, update: Update) -> None:
-        self.population.apply(update)
-        self.population.source.clear_cache()
-
     def state(self) -> list[TensorPart]:
         values = ((name, self.population.value(name)) for name in self.population.trained)
         return [TensorPart(name, (0, len(value)), (0, value.shape[1]), to_numpy(value)) for name, value in values]
-
-    def load(self, tensors: Mapping[str, Array]) -> None:
-        load_values(self.population, tensors)
 
 
 def _sizes_and_gaps(flat: FlatBuffer) -> list[int]:
@@ -92,35 +71,22 @@ def _sizes_and_gaps(flat: FlatBuffer) -> list[int]:
     ]
 
 
-class MatrixWeights:
+class MatrixWeights(MatrixShards):
     """Projection matrices with low-rank noise: a probe is an adapter, an update is written into SGLang's own weights."""
 
-    def __init__(self, plan: WorkerPlan, slots: AdapterSlots, device: torch.device) -> None:
+    def __init__(self, spec: EngineSpec, facts: ModelFacts, device: torch.device, slots: AdapterSlots) -> None:
         self.slots = slots
-        for trained in plan.trained:
-            slots.refuse_padding(trained)
-        self.source = NoiseSource(plan.noise_kind, device)
-        shards = {t.name: slots.buffer(module_of(t.name)).shard for t in plan.trained}
-        self.matrices = MatrixShards(plan.trained, shards, self.source)
+        shards = {t.name: slots.buffer(module_of(t.name)).shard for t in facts.trained}
+        super().__init__(facts.trained, shards, NoiseSource(spec.noise_kind, device))
 
     def write_probes(self, probes: Sequence[Probe]) -> list[str | None]:
         """Write the probes into adapter slots; return the adapter id of each, None for the base weights."""
         self.slots.write(
             (slot, module, a, b)
             for slot, probe in zip(self.slots.make_resident(), probes, strict=False)
-            for module, a, b in noise_factors(self.source, self.matrices.trained, probe)
+            for module, a, b in noise_factors(self.source, self.trained, probe)
         )
         return [adapter if probe.terms else None for adapter, probe in zip(self.slots.ids, probes, strict=False)]
-
-    def apply(self, update: Update) -> None:
-        self.matrices.apply(update)
-
-    def state(self) -> list[TensorPart]:
-        return self.matrices.state()
-
-    def load(self, tensors: Mapping[str, Array]) -> None:
-        for name, values in tensors.items():
-            self.matrices.load(name, to_tensor(values))
 
 
 WorkerWeights = LoraWeights | MatrixWeights

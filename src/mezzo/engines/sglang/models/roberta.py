@@ -36,26 +36,15 @@ class RobertaLayer(nn.Module):
 
     def __init__(self, config: Any, index: int, quant: Any = None) -> None:
         super().__init__()
-        size, heads = config.hidden_size, config.num_attention_heads
-        name = f"layers.{index}"
+        size, heads, name = config.hidden_size, config.num_attention_heads, f"layers.{index}"
+        head_size = size // heads
         self.qkv_proj = QKVParallelLinear(
-            hidden_size=size,
-            head_size=size // heads,
-            total_num_heads=heads,
-            total_num_kv_heads=heads,
-            bias=True,
-            quant_config=quant,
-            prefix=f"{name}.qkv_proj",
+            size, head_size, heads, bias=True, quant_config=quant, prefix=f"{name}.qkv_proj"
         )
         self.width = self.qkv_proj.q_proj_shard_size
+        local_heads, encoder = self.width // head_size, AttentionType.ENCODER_ONLY
         self.attn = RadixAttention(
-            num_heads=self.width // (size // heads),
-            head_dim=size // heads,
-            scaling=(size // heads) ** -0.5,
-            num_kv_heads=self.width // (size // heads),
-            layer_id=index,
-            prefix=f"{name}.attn",
-            attn_type=AttentionType.ENCODER_ONLY,
+            local_heads, head_size, head_size**-0.5, local_heads, index, prefix=f"{name}.attn", attn_type=encoder
         )
         self.o_proj = RowParallelLinear(size, size, bias=True, quant_config=quant, prefix=f"{name}.o_proj")
         self.attention_norm = nn.LayerNorm(size, eps=config.layer_norm_eps)
@@ -96,7 +85,7 @@ class RobertaForMaskedLM(nn.Module):
         input_ids: Tensor,
         positions: Tensor,
         forward_batch: Any,
-        input_embeds: Tensor | None = None,
+        input_embeds: Any = None,
         get_embedding: bool = False,
     ) -> EmbeddingPoolerOutput:
         hidden = self.word_embeddings(input_ids) + self.token_type_embeddings.weight[0]
@@ -125,12 +114,9 @@ class RobertaForMaskedLM(nn.Module):
     def get_hidden_dim(self, module_name: str, layer_idx: int) -> tuple[int, int]:
         """(in, out) of the modules that adapters reach."""
         size, inner = self.config.hidden_size, self.config.intermediate_size
-        return {
-            "qkv_proj": (size, 3 * size),
-            "o_proj": (size, size),
-            "mid_proj": (size, inner),
-            "down_proj": (inner, size),
-        }[module_name]
+        shapes = {"qkv_proj": (size, 3 * size), "o_proj": (size, size)}
+        shapes |= {"mid_proj": (size, inner), "down_proj": (inner, size)}
+        return shapes[module_name]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         parameters = dict(self.named_parameters())

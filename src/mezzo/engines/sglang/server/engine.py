@@ -8,58 +8,49 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import numpy as np
 import torch
 
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.hf_hub import locate
-from mezzo.engines.liveness import check_alive
-from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD, adapter_shape
-from mezzo.engines.sglang.model_facts import SAMPLE_TOKENS, ModelFacts, read_model_facts, trained_dtype
+from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD
+from mezzo.engines.sglang.base import SGLangEngine
+from mezzo.engines.sglang.model_facts import SAMPLE_TOKENS, ModelFacts
 from mezzo.engines.sglang.requests import count_tokens, generation_body, parse_scores, prefix_bodies, scoring_body
 from mezzo.engines.sglang.server.loader import LOADER
 from mezzo.engines.sglang.server.replica import Replica
 from mezzo.engines.sglang.server.weights import ClientWeights, FrozenModel, ServerMatrices, UploadedLora
-from mezzo.engines.sglang.support import refuse_head, refuse_space
-from mezzo.engines.sglang.tensor_parts import Array, digest_tensors, refuse_foreign_tensors
+from mezzo.engines.sglang.support import refuse_space
+from mezzo.engines.sglang.tensor_parts import Array
 from mezzo.engines.sglang.token_rows import TokenCounts, TokenRow, empty_scores, token_rows, write_scores
 from mezzo.errors import ConfigError, ModelError, RunFailed
-from mezzo.types import Batch, MicroBatch, Probe, Readout, Scores, Update
+from mezzo.types import Batch, Probe, Readout, Scores, Update
 
 LOGPROB_TOLERANCE, LOGPROB_TOLERANCE_16_BIT = 1e-3, 0.2
 """How far a server's log-probabilities may differ from the checkpoint's."""
 
 
-class ServerEngine:
+class ServerEngine(SGLangEngine):
     """The client of servers that were started with LoRA and serve the run's model."""
-
-    pipeline = None
 
     def __init__(self, spec: EngineSpec) -> None:
         if spec.family != "causal":
             raise ModelError("over --url the sglang engine trains causal models; leave --url out for a masked one")
-        refuse_head(spec.classes)
         if spec.tp != 1:
             raise ConfigError("--tp is the server's own option: give it to sglang.launch_server instead")
-        facts = read_model_facts(spec)
-        self.spec, self.space, self.facts = spec, spec.space, facts
-        self.trained, self.base_digest = facts.trained, facts.base_digest
-        self.micro_batch = MicroBatch(rows=spec.rows, members=PROBES_PER_FORWARD)
-        self.token_counts = TokenCounts()
-        self.adapter_shape = adapter_shape(spec.space, facts.trained)
+        super().__init__(spec)
         in_place = spec.space.kind == "matrices"
         path, loader = locate(spec.model), LOADER if in_place else ""
         self.replicas = [Replica(url, path, self.adapter_shape, spec.dtype, loader) for url in spec.urls]
-        self._name, self._number = f"mezzo-{facts.base_digest[:12]}-{uuid.uuid4().hex[:8]}", 0
+        self._name, self._number = f"mezzo-{self.base_digest[:12]}-{uuid.uuid4().hex[:8]}", 0
         self._threads = ThreadPoolExecutor(len(self.replicas))
         self.weights: ClientWeights = FrozenModel()
         if in_place:
-            self.weights = ServerMatrices(spec, facts, self._write_weights)
+            self.weights = ServerMatrices(spec, self.facts, self._write_weights)
             self._reset_to_base(self.weights)
         elif spec.space.kind == "lora":
-            self.weights = UploadedLora(spec, facts)
+            self.weights = UploadedLora(spec, self.facts, torch.device("cpu"))
         for replica in self.replicas:
-            _refuse_other_model(replica, facts)
+            _refuse_other_model(replica, self.facts)
             replica.start_run()
 
     def score(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
@@ -81,11 +72,6 @@ class ServerEngine:
                         write_scores(scores, first + index, share, values[start : start + len(share)])
         return scores
 
-    def check(self, batch: Batch, eps: float) -> None:
-        """Refuse a space that SGLang cannot perturb, or whose perturbation changes no score."""
-        refuse_space(self.space)
-        check_alive(self, batch, eps)
-
     def apply(self, updates: Sequence[Update]) -> None:
         refuse_space(self.space)
         self.weights.apply(updates)
@@ -103,23 +89,14 @@ class ServerEngine:
         return self.weights.state()
 
     def load_state(self, tensors: Mapping[str, Array]) -> None:
-        refuse_foreign_tensors(self.trained, tensors)
+        super().load_state(tensors)
         self.weights.load(tensors)
 
-    def digest(self) -> str:
-        return digest_tensors(self.state(), trained_dtype(self.spec))
-
     def describe(self) -> dict[str, Any]:
-        return {
-            "engine": "sglang",
+        return super().describe() | {
             "device": ", ".join(replica.url for replica in self.replicas),
-            "dtype": self.spec.dtype,
             "sglang": str(self.replicas[0].info["version"]),
             "tp": self.replicas[0].ranks,
-            "parameters": self.facts.parameters,
-            "trained_parameters": sum(int(np.prod(t.shape)) for t in self.trained),
-            "cached_tokens": self.token_counts.cached,
-            "computed_tokens": self.token_counts.computed,
         }
 
     def close(self) -> None:

@@ -63,21 +63,17 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) ->
         if name == UPDATES:
             _apply_updates(tensor, shards, source)
         else:
-            MatrixShards((), shards, source).load(name, tensor)
+            shards[name].load(tensor)
 
 
 def _apply_updates(encoded: Tensor, shards: Mapping[str, Shard], source: NoiseSource) -> None:
     content = json.loads(encoded.cpu().numpy().tobytes())
     if content["noise"] != noise.VERSION:
         raise ValueError(f"the run uses noise {content['noise']!r}, the server's mezzo {noise.VERSION!r}")
-    trained = [
-        TrainedTensor(name, tuple(shape), "matrix", rank, decay) for name, shape, rank, decay in content["tensors"]
-    ]
-    matrices = MatrixShards(trained, shards, source)
-    for terms, keep in content["updates"]:
-        update = Update(tuple((seed, coef) for seed, coef in terms), keep)
-        if not update.empty:
-            matrices.apply(update)
+    tensors = content["tensors"]
+    trained = [TrainedTensor(name, tuple(shape), "matrix", rank, decay) for name, shape, rank, decay in tensors]
+    updates = [Update(tuple((seed, coef) for seed, coef in terms), keep) for terms, keep in content["updates"]]
+    MatrixShards(trained, shards, source).apply(updates)
 
 
 def _model_shards(model: torch.nn.Module) -> dict[str, Shard]:

@@ -8,7 +8,6 @@ import pickle
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +20,6 @@ TIMEOUT = 900.0
 """Seconds for one answer: a large batch on a busy server takes long, a lost server never answers."""
 FLUSH_TIMEOUT = 60
 """Seconds that a server may take to finish its requests before it empties its prefix cache."""
-WITHOUT_JSON = ("/flush_cache",)
 
 
 class Replica:
@@ -35,8 +33,8 @@ class Replica:
         self.command = _launch_command(url, model, shape, dtype, loader)
         """How to start a server that fits the run."""
         self.info = self._read_info()
-        if shape is not None:
-            self._refuse_options(shape, dtype, loader)
+        if shape is not None and (problem := next(self._option_problems(shape, dtype, loader), "")):
+            raise ConfigError(f"the server at {self.url} {problem}. Restart it with {self.command}")
         self.expected_version = ""
         """SGLang's `weight_version` during this run: it changes when the server is restarted or its weights are changed."""
 
@@ -72,8 +70,12 @@ class Replica:
         """Send tensors to the server's custom weight loader; `version` is the new name of its weights."""
         self._check_version(self.weight_version())
         body = {**self._payload(list(named)), "load_format": loader, "flush_cache": False, "weight_version": version}
-        with self._update_session():
-            self._request("/update_weights_from_tensor", body)
+        has_sessions = self._has_update_sessions()  # newer versions accept weights only inside a session
+        if has_sessions:
+            self._request("/begin_weight_update", {})
+        self._request("/update_weights_from_tensor", body)
+        if has_sessions:
+            self._request("/end_weight_update", {})
         self.expected_version = version
         # Requests that have just been answered may not be finished: wait for them, so that no old key is left.
         self._request(f"/flush_cache?timeout={FLUSH_TIMEOUT}", {})
@@ -81,16 +83,6 @@ class Replica:
     def _payload(self, tensors: Any) -> dict[str, list[str]]:
         """Tensors for every rank, in SGLang's encoding."""
         return {"serialized_named_tensors": [base64.b64encode(pickle.dumps(tensors, protocol=4)).decode()] * self.ranks}
-
-    @contextmanager
-    def _update_session(self) -> Iterator[None]:
-        """Newer versions accept weights only inside a session."""
-        if not self._has_update_sessions():
-            yield
-            return
-        self._request("/begin_weight_update", {})
-        yield
-        self._request("/end_weight_update", {})
 
     def _has_update_sessions(self) -> bool:
         """True if this version has sessions. The request also closes a session that a dead run left open."""
@@ -116,11 +108,9 @@ class Replica:
         for path in ("/server_info", "/get_server_info"):
             try:
                 info = self._send(path, None)
-            except urllib.error.HTTPError:
+            except (urllib.error.HTTPError, ValueError):  # ValueError: the answer is not JSON
                 continue
-            except (OSError, ValueError) as error:
-                if isinstance(error, ValueError):  # the answer is not JSON
-                    continue
+            except OSError as error:
                 raise ConfigError(f"no server answers at {self.url} ({error}). Start one: {self.command}") from None
             if isinstance(info, dict) and "version" in info and "model_path" in info:
                 refuse_version(str(info["version"]), f"{self.url}: ")
@@ -130,34 +120,22 @@ class Replica:
             f"Start SGLang on a free one: {self.command}"
         )
 
-    def _refuse_options(self, shape: AdapterShape, dtype: str, loader: str) -> None:
-        info = self.info
+    def _option_problems(self, shape: AdapterShape, dtype: str, loader: str) -> Iterator[str]:
+        """What keeps the server from training the run."""
+        info, targets = self.info, self.info.get("lora_target_modules") or ["all"]
         if not info.get("enable_lora"):
-            raise ConfigError(f"the server at {self.url} runs without LoRA. Restart it with {self.command}")
-        if int(info.get("max_lora_rank") or shape.rank) < shape.rank:
-            raise ConfigError(
-                f"the server at {self.url} takes adapters up to rank {info['max_lora_rank']}. Restart it with {self.command}"
-            )
-        targets = info.get("lora_target_modules")
-        missing = sorted(set(shape.targets) - set(targets)) if targets and "all" not in targets else []
-        if missing:
-            raise ConfigError(
-                f"the server at {self.url} has no adapters on {', '.join(missing)}. Restart it with {self.command}"
-            )
+            yield "runs without LoRA"
+        if (rank := int(info.get("max_lora_rank") or shape.rank)) < shape.rank:
+            yield f"takes adapters up to rank {rank}"
+        if "all" not in targets and (missing := sorted(set(shape.targets) - set(targets))):
+            yield f"has no adapters on {', '.join(missing)}"
         if int(info.get("max_loras_per_batch") or 2) < 2:
-            raise ConfigError(
-                f"the server at {self.url} takes one adapter per batch, but two are needed. Restart it with {self.command}"
-            )
+            yield "takes one adapter per batch, but two are needed"
         if loader and loader not in (info.get("custom_weight_loader") or ()):
-            raise ConfigError(
-                f"the server at {self.url} cannot update its own weights, as --space matrices needs. Install mezzo beside it "
-                f"and restart it with {self.command}; or use --space lora"
-            )
+            yield "cannot update its own weights, as --space matrices needs: use --space lora, or install mezzo beside it"
         if loader and info.get("dtype") != dtype:
-            raise ConfigError(
-                f"the server at {self.url} holds its weights as {info.get('dtype')!r}, the run as {dtype!r}, and their updates "
-                f"would be rounded differently. Restart it with {self.command}"
-            )
+            weights = f"its weights as {info.get('dtype')!r}, the run as {dtype!r}"
+            yield f"holds {weights}, and their updates would be rounded differently"
 
     def _request(self, path: str, body: Mapping[str, Any] | None) -> Any:
         """The server's answer to a GET (without a body) or a POST; a failure is explained."""
@@ -181,7 +159,7 @@ class Replica:
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         with _OPENER.open(request, timeout=TIMEOUT if data else 30) as answer:
             text = answer.read()
-            return json.loads(text) if path.partition("?")[0] not in WITHOUT_JSON else None
+            return None if path.startswith("/flush_cache") else json.loads(text)
 
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))

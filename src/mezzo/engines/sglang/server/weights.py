@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mezzo.engines.base import EngineSpec
-from mezzo.engines.sglang.adapters import adapter_tensors, load_values, lora_factors, lora_population, noise_factors
+from mezzo.engines.sglang.adapters import LoraFactors, adapter_tensors, load_values, noise_factors
 from mezzo.engines.sglang.model_facts import ModelFacts
 from mezzo.engines.sglang.server.loader import encode_updates, group_by_size
 from mezzo.engines.sglang.tensor_parts import Array, to_numpy
@@ -35,31 +35,19 @@ class FrozenModel:
     def load(self, tensors: Mapping[str, Array]) -> None: ...
 
 
-class UploadedLora:
-    """LoRA factors: small, held by the client, and uploaded as adapters at each probe."""
-
-    def __init__(self, spec: EngineSpec, facts: ModelFacts) -> None:
-        source = NoiseSource(spec.noise_kind, torch.device("cpu"))
-        self.population = lora_population(facts.trained, facts.frozen, spec.seed, source)
+class UploadedLora(LoraFactors):
+    """LoRA factors held by the client, and uploaded as adapters at each probe."""
 
     def adapters(self, probes: Sequence[Probe]) -> list[AdapterTensors | None]:
         """The adapter of each probe."""
         adapters: list[AdapterTensors] = [{} for _ in probes]
-        for module, a, b in lora_factors(self.population, probes):
+        for module, a, b in self.at_probes(probes):
             for member, adapter in enumerate(adapters):
                 adapter |= adapter_tensors(module, a[member], b[member])
         return list(adapters)
 
-    @torch.no_grad()
-    def apply(self, updates: Sequence[Update]) -> None:
-        self.population.apply_all(updates)
-
     def state(self) -> dict[str, Array]:
         return {name: to_numpy(self.population.value(name)) for name in self.population.trained}
-
-    @torch.no_grad()
-    def load(self, tensors: Mapping[str, Array]) -> None:
-        load_values(self.population, tensors)
 
 
 class ServerMatrices:
@@ -95,7 +83,6 @@ class ServerMatrices:
         self.pending_updates = []
         return {t.name: to_numpy(self.copy.value(t.name)) for t in self.trained}
 
-    @torch.no_grad()
     def load(self, tensors: Mapping[str, Array]) -> None:
         self.pending_updates = []
         load_values(self.copy, tensors)

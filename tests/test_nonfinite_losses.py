@@ -1,4 +1,4 @@
-"""Losses that are no numbers: the step is recorded as skipped, the weights stay, and a run that gives nothing else ends."""
+"""NaN and infinite losses: the step is recorded as skipped, the weights do not change, and a run of nothing else ends."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def options(tiny_folder: str, tiny_data: str, tmp_path: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_skipped_step_leaves_the_weights_and_can_be_replayed(bad, options, tmp_path):
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_skipped_steps_leave_the_weights_unchanged_and_can_be_replayed(loss, options, tmp_path):
     calls = iter(range(1000))
 
     def objective(scores: Any, batch: Any) -> Any:
         losses = scores.astype(np.float64).sum((1, 2))
-        return losses * [bad, 1.0] if next(calls) % 3 == 1 else losses
+        return losses * [loss, 1.0] if next(calls) % 3 == 1 else losses
 
     session = api.open_session(**options, objective=objective)
     before, skipped = session.engine.digest(), 0
@@ -60,7 +60,7 @@ def test_a_skipped_step_leaves_the_weights_and_can_be_replayed(bad, options, tmp
     assert api.open_run(tmp_path / "j.mezzo", at=24)[0].digest() == before
 
 
-def test_only_an_unbroken_row_of_them_ends_a_run(options):
+def test_only_consecutive_skipped_steps_end_a_run(options):
     calls = iter(range(1000))
 
     def objective(scores: Any, batch: Any) -> Any:
@@ -77,27 +77,27 @@ def test_only_an_unbroken_row_of_them_ends_a_run(options):
     assert read(Path(options["out"])).steps == 4 * MAX_SKIPS
 
 
-def command(options: dict[str, Any]) -> list[str]:
+def train_command(options: dict[str, Any]) -> list[str]:
     return ["train", *[part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", str(value))]]
 
 
 @pytest.mark.parametrize("space", ["lora", "full", "prefix"])
-def test_a_run_that_diverges_says_so(space, options, capsys):
-    """A step far too large: the model's own scores overflow, not a made-up objective's."""
-    code = main(command({**options, "space": space, "lr": 1e36, "steps": 200}))
-    said = capsys.readouterr().err.strip().splitlines()[-1]
+def test_diverging_run_ends_with_an_explanation(space, options, capsys):
+    """With a huge learning rate, the scores of the model itself overflow."""
+    code = main(train_command({**options, "space": space, "lr": 1e36, "steps": 200}))
+    message = capsys.readouterr().err.strip().splitlines()[-1]
     assert code == 1
-    assert f"not a number for {MAX_SKIPS} steps in a row" in said
+    assert f"not a number for {MAX_SKIPS} steps in a row" in message
     content = read(Path(options["out"]))
     assert all(record.update.empty for record in content.records if record.skipped)
     assert all(math.isfinite(value) for record in content.records for _, value in record.update.terms)
 
 
-def test_a_model_with_damaged_weights_is_refused_before_training(options, tiny_folder, tmp_path, capsys):
+def test_model_with_nan_weights_is_refused_before_training(options, tiny_folder, tmp_path, capsys):
     shutil.copytree(tiny_folder, tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     tensors["roberta.encoder.layer.0.output.dense.bias"][0] = math.nan
     save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    assert main(command({**options, "model": str(tmp_path / "model")})) == 2
+    assert main(train_command({**options, "model": str(tmp_path / "model")})) == 2
     assert "the model's weights are damaged" in capsys.readouterr().err
     assert not Path(options["out"]).exists()

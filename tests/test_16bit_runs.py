@@ -1,4 +1,4 @@
-"""Whole runs in sixteen bits: verified, resumed, rebuilt and exported as float32 ones are."""
+"""Runs with 16-bit weights are verified, resumed, replayed and exported like float32 runs."""
 
 from __future__ import annotations
 
@@ -29,20 +29,22 @@ def options(tiny_folder: str, tiny_data: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", rounding.DTYPES)
 @pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
-def test_a_run_is_rebuilt_bit_for_bit(options, tmp_path, space, dtype):
+def test_resume_and_replay_give_the_digest_of_the_run(options, tmp_path, space, dtype):
     run = api.finetune(**options, **space, dtype=dtype, out=str(tmp_path / "r"))
     header = read(tmp_path / "r").header
     assert (header.dtype, header.rounding) == (dtype, rounding.VERSION)
-    assert api.finetune(**{**options, "steps": 5}, **space, dtype=dtype, out=str(tmp_path / "cut")).digest != run.digest
-    assert api.finetune(resume=str(tmp_path / "cut"), steps=12, threads=1).digest == run.digest
+    assert (
+        api.finetune(**{**options, "steps": 5}, **space, dtype=dtype, out=str(tmp_path / "short")).digest != run.digest
+    )
+    assert api.finetune(resume=str(tmp_path / "short"), steps=12, threads=1).digest == run.digest
     shutil.rmtree(tmp_path / "r" / "snapshots")
-    found = api.verify(tmp_path / "r")
-    assert found.ok
-    assert found.digest == run.digest
+    verified = api.verify(tmp_path / "r")
+    assert verified.ok
+    assert verified.digest == run.digest
     api.export(tmp_path / "r", "journal", tmp_path / "c.mezzo")
-    rebuilt, _ = api.open_run(tmp_path / "c.mezzo", at=5)
-    live, _ = api.open_run(tmp_path / "cut", at=5)
-    assert rebuilt.digest() == live.digest()
+    from_compact, _ = api.open_run(tmp_path / "c.mezzo", at=5)
+    from_folder, _ = api.open_run(tmp_path / "short", at=5)
+    assert from_compact.digest() == from_folder.digest()
 
 
 @pytest.mark.parametrize("dtype", rounding.DTYPES)
@@ -65,29 +67,28 @@ def test_exports_load_elsewhere(options, tmp_path, dtype):
     base = AutoModelForMaskedLM.from_pretrained(options["model"], dtype=getattr(torch, dtype))
     adapted = dict(PeftModel.from_pretrained(base, str(tmp_path / "adapter")).named_parameters())
     for name, value in engine.state().items():
-        found = adapted[
-            "base_model.model." + name.replace("lora_A", "lora_A.default").replace("lora_B", "lora_B.default")
-        ]
-        assert found.dtype == torch.float32
-        np.testing.assert_array_equal(found.detach().numpy(), value)
+        peft_name = name.replace("lora_A", "lora_A.default").replace("lora_B", "lora_B.default")
+        parameter = adapted[f"base_model.model.{peft_name}"]
+        assert parameter.dtype == torch.float32
+        np.testing.assert_array_equal(parameter.detach().numpy(), value)
 
 
 @pytest.mark.parametrize(("dtype", "noise"), defaults.NOISE.items())
-def test_directions_by_default_suit_the_type(options, tmp_path, dtype, noise):
+def test_default_noise_depends_on_the_dtype(options, tmp_path, dtype, noise):
     api.finetune(**{**options, "steps": 1}, space="full", dtype=dtype, out=str(tmp_path / "r"))
     header = read(tmp_path / "r").header
     assert header.config["noise"] == noise
     assert any(t.rank for t in header.tensors) == (noise == "lowrank")
 
 
-def test_another_type_is_refused(options, tmp_path):
+def test_unknown_or_different_dtype_is_refused(options, tmp_path):
     with pytest.raises(ConfigError, match="did you mean 'bfloat16'"):
         mezzo.finetune(**options, dtype="bfloat", out=str(tmp_path / "r"))
     api.finetune(**options, dtype="bfloat16", out=str(tmp_path / "r"))
     with pytest.raises(ConfigError, match="dtype belongs to the run"):
         api.open_run(tmp_path / "r", dtype="float16")
     content = read(tmp_path / "r")
-    config = {**content.header.config, "dtype": "float16"}  # the base that the journal was written for has other bits
+    config = {**content.header.config, "dtype": "float16"}  # loads the base model with other bits than the journal's
     content = replace(content, header=replace(content.header, config=config))
     with pytest.raises(JournalError, match="the base model has changed"):
         api.open_base_engine(content)

@@ -1,0 +1,62 @@
+"""What both engines on SGLang share: the facts of the checkpoint, refusals, digests and the description of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from mezzo.engines.base import Engine, EngineSpec
+from mezzo.engines.liveness import check_alive
+from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD, adapter_shape
+from mezzo.engines.sglang.model_facts import read_model_facts
+from mezzo.engines.sglang.support import refuse_head, refuse_space
+from mezzo.engines.sglang.tensor_parts import Array, to_tensor
+from mezzo.engines.sglang.token_rows import TokenCounts
+from mezzo.engines.torch import catalog
+from mezzo.errors import JournalError
+from mezzo.types import Batch, MicroBatch
+
+
+class SGLangEngine(Engine):
+    """An engine whose probes are adapters; where the weights are and how they move is left to its subclasses."""
+
+    pipeline = None
+
+    def __init__(self, spec: EngineSpec) -> None:
+        refuse_head(spec.classes)
+        self.spec, self.space, self.facts = spec, spec.space, read_model_facts(spec)
+        self.trained, self.base_digest = self.facts.trained, self.facts.base_digest
+        self.micro_batch = MicroBatch(rows=spec.rows, members=PROBES_PER_FORWARD)
+        self.adapter_shape = adapter_shape(spec.space, self.trained)
+        self.token_counts = TokenCounts()
+
+    def check(self, batch: Batch, eps: float) -> None:
+        """Refuse a space that SGLang cannot perturb, or whose perturbation changes no score."""
+        refuse_space(self.space)
+        check_alive(self, batch, eps)
+
+    def load_state(self, tensors: Mapping[str, Array]) -> None:
+        """Refuse tensors of another run; a subclass then loads them."""
+        if set(tensors) != {t.name for t in self.trained}:
+            raise JournalError("the tensors do not belong to this run: their names differ")
+        for each in self.trained:
+            if tuple(tensors[each.name].shape) != each.shape:
+                raise JournalError(f"{each.name} has shape {tensors[each.name].shape}, expected {each.shape}")
+
+    def digest(self) -> str:
+        """The digest of the tensors in the dtype they are stored in: the model's own for matrices, float32 for LoRA."""
+        dtype = getattr(torch, self.spec.dtype) if self.space.kind == "matrices" else torch.float32
+        return catalog.digest_of((name, to_tensor(values).to(dtype)) for name, values in self.state().items())
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "engine": "sglang",
+            "dtype": self.spec.dtype,
+            "parameters": self.facts.parameters,
+            "trained_parameters": sum(int(np.prod(t.shape)) for t in self.trained),
+            "cached_tokens": self.token_counts.cached,
+            "computed_tokens": self.token_counts.computed,
+        }
