@@ -170,7 +170,7 @@ def test_a_merged_model_holds_no_reference_to_the_engine():
     engine = TorchEngine(make_roberta(), Space("lora", rank=2))
     engine.apply([Update(((7, 2.0**-6),))])
     engine.held = threading.Lock()  # it can be copied as little as a CUDA event
-    twin = engine.merged()
+    twin = engine.merged_model()
     assert not any(
         getattr(hook, "__self__", None) is engine for m in twin.modules() for hook in m._forward_hooks.values()
     )

@@ -88,7 +88,7 @@ class LoraFactors:
 
     @torch.no_grad()
     def apply(self, updates: Sequence[Update]) -> None:
-        self.population.replay(updates)
+        self.population.apply_all(updates)
 
     def load(self, tensors: Mapping[str, Array]) -> None:
         load_values(self.population, tensors)

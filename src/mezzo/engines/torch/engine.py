@@ -181,7 +181,7 @@ class TorchEngine:
         if self.pipeline is not None and self.pipeline.confirm(updates):
             return
         if self.graphs is None:
-            self.population.replay(updates)
+            self.population.apply_all(updates)
         else:
             self.graphs.apply(updates)
 

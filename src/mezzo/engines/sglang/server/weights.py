@@ -79,7 +79,7 @@ class ServerMatrices:
 
     @torch.no_grad()
     def state(self) -> dict[str, Array]:
-        self.copy.replay(self.pending_updates)
+        self.copy.apply_all(self.pending_updates)
         self.pending_updates = []
         return {t.name: to_numpy(self.copy.value(t.name)) for t in self.trained}
 

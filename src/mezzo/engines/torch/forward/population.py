@@ -62,7 +62,7 @@ class Population:
                 return tensors[name]
         raise KeyError(name)
 
-    def replay(self, updates: Sequence[Update]) -> None:
+    def apply_all(self, updates: Sequence[Update]) -> None:
         """One update after the other; each ends a step, so its noise is not needed again."""
         for update in updates:
             if not update.empty:
