@@ -124,7 +124,7 @@ MISTAKES = {
     "export kind": (["export", "nothing-here", "zip"], "adapter, model or journal"),
     "odd device": (
         ["eval", "--model", "mezzo/roberta-mini", "--task", "reviews", "--device", "meta"],
-        "no device to compute on",
+        "not a device to compute on",
     ),
     "task to show": (["tasks", "show"], "name the task"),
     "--quantize on sglang": (["train", "--engine", "sglang", "--quantize", "8bit"], "--quantize belongs to the torch"),

@@ -16,7 +16,8 @@ from mezzo.evaluation.evaluate import score_prompts
 from mezzo.method.batches import make_batches
 from mezzo.method.estimators import Spsa
 from mezzo.method.objectives import get_objective
-from mezzo.runs.folder import Folder, Run
+from mezzo.runs.folder import Folder
+from mezzo.runs.result import Run
 from mezzo.runs.setup import resolve_setup
 from mezzo.tasks import load_examples
 from tests.sglang.conftest import MODEL
