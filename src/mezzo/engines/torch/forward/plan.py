@@ -6,7 +6,7 @@ the innermost is the module's own.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -102,8 +102,7 @@ class Plan:
 
     def lines(self) -> list[PlanLine]:
         """One line for each class of modules and way of computing them, in the order of the model."""
-        forwards: dict[nn.Module, list[str]] = {module: [] for module in self._modules}
-        reasons: dict[nn.Module, list[str]] = {module: [] for module in self._modules}
+        forwards, reasons = defaultdict[nn.Module, list[str]](list), defaultdict[nn.Module, list[str]](list)
         for override in sorted(self.overrides, key=lambda override: -override.stage):
             forwards[override.module].append(override.name)
         for module, reason in self.refusals:
@@ -148,7 +147,7 @@ def make_plan(modules: TrainedModules, cache: FrozenCache | None, prefix_overrid
         elif trained or part_of(module) in WITH_KERNELS:
             plan.add(module, Stage.KERNEL, Choice("kernels", reason=kernel_refusal(population.source.device)))
         if module is last and module not in cached:
-            _trim(plan, module, modules)
+            plan.add(module, Stage.READOUT, _trim(module, modules))
         if module in base_models:
             plan.add(module, Stage.READOUT, Choice("readout positions", partial(last_layer.readout_only, population)))
     return plan
@@ -167,10 +166,7 @@ def _members(module: nn.Module, trained: TrainedModule, modules: TrainedModules)
     return Choice(name, lambda inner: member_forward(module, inner, trained, population))
 
 
-def _trim(plan: Plan, layer: nn.Module, modules: TrainedModules) -> None:
-    name = "trimmed last layer"
-    if reason := last_layer.trim_refusal(layer, modules.model.config):
-        plan.add(layer, Stage.READOUT, Choice(name, reason=reason))
-        return
-    for module, build in last_layer.trimmed_forwards(layer, modules.population).items():
-        plan.add(module, Stage.READOUT, Choice(name, build))
+def _trim(layer: nn.Module, modules: TrainedModules) -> Choice:
+    reason = last_layer.trim_refusal(layer, modules.model.config)
+    build = None if reason else partial(last_layer.trimmed_forward, layer, modules.population)
+    return Choice("trimmed last layer", build, reason)
