@@ -35,9 +35,7 @@ def test_lines_count_modules_and_give_reasons():
         PlanLine(1, "RobertaLayer", "trimmed last layer", NO_KERNELS),
         PlanLine(1, "Linear", "population linear (label words)", NO_KERNELS),
     ]
-    assert "    4  Linear        population linear (LoRA)         no kernels: they need a GPU\n" in str(
-        engine.plan
-    )
+    assert "    4  Linear        population linear (LoRA)         no kernels: they need a GPU\n" in str(engine.plan)
 
 
 def test_frozen_layers_return_cached_outputs():
