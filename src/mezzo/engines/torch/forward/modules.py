@@ -113,7 +113,7 @@ def _low_rank_term(x: Tensor, weight: str, rank: int, population: Population, tr
     left, right = population.ops.factors(population.trained[weight], population.point)
     if transposed:
         left, right = right, left
-    scales = population.factor_scales(rank).repeat_interleave(rank, dim=1)
+    scales = (population.point.scales * (1 / rank**0.5)).repeat_interleave(rank, dim=1)
     inner = x @ right.to(x.dtype)  # ±1 in any type
     return (inner * _broadcast(scales, inner)).to(x.dtype) @ left.T.to(x.dtype)
 
