@@ -121,12 +121,8 @@ class TorchEngine:
         groups = [] if shared else self.padded_rows(batch)
         points, members = self.probe_points(probes), self.micro_batch.members
         with self.explain_out_of_memory(min(len(probes), members)):
-            if (
-                self.graphs is not None
-                and not shared
-                and not self.frozen_cache
-                and all(len(p.seeds) <= 1 for p in points)
-            ):
+            one_seed_each = all(len(point.seeds) <= 1 for point in points)
+            if self.graphs is not None and one_seed_each and not shared and not self.frozen_cache:
                 self.graphs.score(groups, batch, points, out)
                 return out
             self.flush_updates()

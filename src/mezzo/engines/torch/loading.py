@@ -136,13 +136,8 @@ def device_of(name: str) -> torch.device:
 
 def preload_imports() -> None:
     """Import what loading any model imports, in a process whose forks will load one."""
-    for name in [
-        "modeling_utils",
-        "modeling_layers",
-        "processing_utils",
-        "generation.utils",
-        "models.auto.modeling_auto",
-    ]:
+    names = ("modeling_utils", "modeling_layers", "processing_utils", "generation.utils", "models.auto.modeling_auto")
+    for name in names:
         importlib.import_module(f"transformers.{name}")
 
 

@@ -6,7 +6,7 @@ the innermost is the module's own.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -49,7 +49,7 @@ class Override:
     stage: Stage
     name: str
     build: Callable[[Any], Any]
-    attribute: str = "forward"
+    attribute: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +67,14 @@ class Plan:
 
     def __init__(self) -> None:
         self.overrides: list[Override] = []
-        self.refusals: list[tuple[nn.Module, str]] = []
-        """Modules that an implementation does not take, and why."""
-        self._modules: dict[nn.Module, None] = {}
+        self.refusals: dict[nn.Module, list[str]] = {}
+        """Why implementations do not take a module, for every module of the plan."""
         self._installed: list[tuple[nn.Module, str, Any]] = []
 
     def add(self, module: nn.Module, stage: Stage, choice: Choice, attribute: str = "forward") -> None:
-        self._modules[module] = None
+        refusals = self.refusals.setdefault(module, [])
         if choice.build is None:
-            self.refusals.append((module, f"no {choice.name}: {choice.reason}"))
+            refusals.append(f"no {choice.name}: {choice.reason}")
         else:
             self.overrides.append(Override(module, stage, choice.name, choice.build, attribute))
 
@@ -102,14 +101,12 @@ class Plan:
 
     def lines(self) -> list[PlanLine]:
         """One line for each class of modules and way of computing them, in the order of the model."""
-        forwards, reasons = defaultdict[nn.Module, list[str]](list), defaultdict[nn.Module, list[str]](list)
+        forwards: dict[nn.Module, list[str]] = {module: [] for module in self.refusals}
         for override in sorted(self.overrides, key=lambda override: -override.stage):
             forwards[override.module].append(override.name)
-        for module, reason in self.refusals:
-            reasons[module].append(reason)
         counts = Counter(
-            (type(module).__name__, ", else ".join(forwards[module]) or "own forward", "; ".join(reasons[module]))
-            for module in self._modules
+            (type(module).__name__, ", else ".join(forwards[module]) or "own forward", "; ".join(reasons))
+            for module, reasons in self.refusals.items()
         )
         return [PlanLine(count, *line) for line, count in counts.items()]
 

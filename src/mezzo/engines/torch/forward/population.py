@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -82,10 +83,7 @@ class Population:
 
     def value(self, name: str) -> Tensor:
         """The unperturbed tensor."""
-        for tensors in (self.large, self._views, self.frozen):
-            if name in tensors:
-                return tensors[name]
-        raise KeyError(name)
+        return ChainMap(self.large, self._views, self.frozen)[name]
 
     def replay(self, updates: Sequence[Update]) -> None:
         """One update after the other; each ends a step, so its noise is not needed again."""

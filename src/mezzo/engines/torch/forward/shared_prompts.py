@@ -57,10 +57,7 @@ def score_candidates(engine: TorchEngine, batch: Batch, out: Scores) -> None:
     examples, numbers = np.array(places).T
     longest = max(map(len, candidates))
     with population.forward(
-        len(prompts),
-        ids.shape[1],
-        positions=last.repeat(members, 1),
-        trim_last_layer=engine.forward.trim_last_layer,
+        len(prompts), ids.shape[1], positions=last.repeat(members, 1), trim_last_layer=engine.forward.trim_last_layer
     ) as context:
         output = engine.model(input_ids=ids, attention_mask=mask, use_cache=longest > 1)
     prompt_of_row = torch.from_numpy(examples).to(device)
