@@ -100,7 +100,7 @@ class TorchEngine:
         self._share_parameters()
         self.plan = make_plan(modules, self.frozen_cache, self.prefix_override)
         self.plan.install()
-        self.forward = Forward(self.model, self.population, self.frozen_cache, self.device, self.causal)
+        self.forward = Forward(self.model, self.population, self.frozen_cache, self.causal)
         self.at_close: Callable[[], None] = lambda: None
         self._last_rows: tuple[Batch, list[PaddedRows]] | None = None
         self.graphs: Graphs | None = None

@@ -22,16 +22,9 @@ FOR_SHORT = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBack
 class Forward:
     """The forward of one model over the members of its population."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        population: Population,
-        frozen_cache: FrozenCache | None,
-        device: torch.device,
-        causal: bool,
-    ) -> None:
-        self.model, self.population, self.frozen_cache = model, population, frozen_cache
-        self.device, self.causal = device, causal
+    def __init__(self, model: nn.Module, population: Population, cache: FrozenCache | None, causal: bool) -> None:
+        self.model, self.population, self.frozen_cache = model, population, cache
+        self.device, self.causal = population.source.device, causal
         self.trim_last_layer = True
         """False: the last layer computes every position, as its own code does."""
         self._words: dict[tuple[int, ...], Tensor] = {}

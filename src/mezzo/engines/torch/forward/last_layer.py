@@ -93,7 +93,8 @@ def _decoder_attention(
     key = split_heads(project(attention, "k", hidden), attention.head_dim)
     value = split_heads(attention.v_proj(hidden), attention.head_dim)
     cos, sin = position_embeddings
-    query = _rotate(attention, query, _select_table_rows(cos, positions), _select_table_rows(sin, positions))
+    tables = (select_positions(table.expand(len(positions), -1, -1), positions) for table in (cos, sin))
+    query = _rotate(attention, query, *tables)
     key = _rotate(attention, key, cos, sin)
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, attention.layer_idx)
@@ -131,11 +132,6 @@ def _rotate(attention: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding of query or key."""
     rotate_half = sys.modules[type(attention).__module__].rotate_half  # type: ignore[attr-defined]
     return heads * cos[:, None] + rotate_half(heads) * sin[:, None]
-
-
-def _select_table_rows(table: Tensor, positions: Tensor) -> Tensor:
-    """[1 or rows, L, n] at positions[rows, k] → [rows, k, n]."""
-    return select_positions(table.expand(len(positions), -1, -1), positions)
 
 
 def _select_mask_rows(mask: Tensor | None, positions: Tensor) -> Tensor | None:

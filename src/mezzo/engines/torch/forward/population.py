@@ -71,6 +71,7 @@ class Population:
         self.large = {t.name: v.detach().contiguous() for t, v in tensors if is_large(t, v)}
         self.flat_buffers = group_flat_buffers([(t, v) for t, v in tensors if t.name not in self.large])
         self._views = {entry.trained.name: flat.view(entry) for flat in self.flat_buffers for entry in flat.entries}
+        self._values = ChainMap(self.large, self._views, self.frozen)
         self.scratch = torch.empty(0)
         self.context = self._idle()
         self._perturbed_small: dict[str, Tensor] | None = None
@@ -83,7 +84,7 @@ class Population:
 
     def value(self, name: str) -> Tensor:
         """The unperturbed tensor."""
-        return ChainMap(self.large, self._views, self.frozen)[name]
+        return self._values[name]
 
     def replay(self, updates: Sequence[Update]) -> None:
         """One update after the other; each ends a step, so its noise is not needed again."""
