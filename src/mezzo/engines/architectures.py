@@ -28,10 +28,7 @@ class Part(Enum):
 
 
 def _bert_like(name: str) -> dict[str, Part]:
-    return {
-        f"{name}Layer": Part.ENCODER_LAYER,
-        f"{name}ForSequenceClassification": Part.FIRST_TOKEN_CLASSIFIER,
-    }
+    return {f"{name}Layer": Part.ENCODER_LAYER, f"{name}ForSequenceClassification": Part.FIRST_TOKEN_CLASSIFIER}
 
 
 def _llama_like(name: str) -> dict[str, Part]:

@@ -17,14 +17,14 @@ from mezzo.engines.architectures import positions_follow_padding
 from mezzo.errors import ModelError, nearest
 from mezzo.types import Family
 
-BUNDLED = "mezzo/"
+BUNDLED, MODELS = "mezzo/", resources.files("mezzo") / "bundled" / "models"
+"""What the names of bundled models begin with, and their folder."""
 VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab*", "*.model", "*.tiktoken")
 """Files of which a tokenizer has one, whoever wrote it."""
 
 
 def bundled_models() -> tuple[str, ...]:
-    folder = resources.files("mezzo") / "bundled" / "models"
-    return tuple(sorted(BUNDLED + entry.name for entry in folder.iterdir() if (entry / "config.json").is_file()))
+    return tuple(sorted(BUNDLED + entry.name for entry in MODELS.iterdir() if (entry / "config.json").is_file()))
 
 
 def locate(name: str) -> str:
@@ -33,7 +33,7 @@ def locate(name: str) -> str:
         if name not in bundled_models():
             known = ", ".join(bundled_models())
             raise ModelError(f"there is no bundled model {name!r}{nearest(name, bundled_models())} (bundled: {known})")
-        return str(resources.files("mezzo") / "bundled" / "models" / name.removeprefix(BUNDLED))
+        return str(MODELS / name.removeprefix(BUNDLED))
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise ModelError(
@@ -131,11 +131,9 @@ def fetched(name: str, load: Callable[..., Any]) -> Any:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if local:
             raise ModelError(f"{name} cannot be loaded: {first}") from None
-        reason = (
-            f"the model hub did not provide it ({first[:160]})" if _hub_answers() else "the model hub cannot be reached"
-        )
+        failure = f"did not provide it ({first[:160]})" if _hub_answers() else "cannot be reached"
         raise ModelError(
-            f"model {name!r} cannot be loaded: it is neither bundled nor a local folder, and {reason}. "
+            f"model {name!r} cannot be loaded: it is neither bundled nor a local folder, and the model hub {failure}. "
             f"Pass a local folder; where there is a network, 'hf download {name} --local-dir DIR' makes one"
         ) from None
 

@@ -9,7 +9,7 @@ import numpy as np
 from mezzo.engines.base import Engine
 from mezzo.errors import SpaceError
 from mezzo.method import noise
-from mezzo.types import Batch, Probe, Prompt, Scores, TrainedTensor
+from mezzo.types import Batch, Probe, Scores, TrainedTensor
 
 
 def check_alive(engine: Engine, batch: Batch, eps: float) -> None:
@@ -21,18 +21,11 @@ def check_alive(engine: Engine, batch: Batch, eps: float) -> None:
 def first_look(batch: Batch, eps: float) -> tuple[Batch, tuple[Probe, Probe]]:
     """A few examples, as different in length as there are, and one pair of probes: cheap, and enough to see what goes wrong."""
     seed = noise.step_seed(0, 0, 0)
-    ends = (min(batch.prompts, key=_tokens), max(batch.prompts, key=_tokens), max(batch.prompts, key=_continued))
-    few = {id(prompt): prompt for prompt in (*ends, *batch.prompts[:2])}
+    lengths = [len(prompt.ids) for prompt in batch.prompts]
+    continued = [max(map(len, prompt.candidates), default=0) for prompt in batch.prompts]
+    places = lengths.index(min(lengths)), lengths.index(max(lengths)), continued.index(max(continued))
+    few = {id(prompt): prompt for prompt in (*(batch.prompts[place] for place in places), *batch.prompts[:2])}
     return Batch(tuple(few.values())[:3], batch.readout), (Probe(((seed, eps),)), Probe(((seed, -eps),)))
-
-
-def _tokens(prompt: Prompt) -> int:
-    return len(prompt.ids)
-
-
-def _continued(prompt: Prompt) -> int:
-    """Tokens of its longest continuation."""
-    return max(map(len, prompt.candidates), default=0)
 
 
 def refuse_dead(trained: Sequence[TrainedTensor], perturbed: Scores, base: Scores) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
-from mezzo.types import Batch, MicroBatch, Probe
+import numpy as np
+
+from mezzo.errors import JournalError
+from mezzo.types import Batch, MicroBatch, Probe, Scores, TrainedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,20 @@ def candidate_count(batch: Batch) -> int:
     if batch.readout.kind == "candidates":
         return max(len(prompt.candidates) for prompt in batch.prompts)
     return len(batch.readout.words) or batch.readout.classes
+
+
+def empty_scores(batch: Batch, probes: int) -> Scores:
+    """scores[P, B, C] of −∞, the score of candidates that an example does not have."""
+    return np.full((probes, len(batch), candidate_count(batch)), -np.inf, dtype=np.float32)
+
+
+def check_state(trained: Sequence[TrainedTensor], tensors: Mapping[str, Any]) -> None:
+    """Refuse tensors of another run: their names and shapes must be those of the trained ones."""
+    if set(tensors) != {t.name for t in trained}:
+        raise JournalError("the tensors do not belong to this run: their names differ")
+    for t in trained:
+        if tuple(tensors[t.name].shape) != t.shape:
+            raise JournalError(f"{t.name} has shape {tensors[t.name].shape}, expected {t.shape}")
 
 
 @dataclass(frozen=True, slots=True)

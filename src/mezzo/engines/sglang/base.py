@@ -10,13 +10,13 @@ import torch
 
 from mezzo.engines.base import Engine, EngineSpec
 from mezzo.engines.liveness import check_alive
+from mezzo.engines.microbatch import check_state
 from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD, adapter_shape
 from mezzo.engines.sglang.model_facts import read_model_facts
 from mezzo.engines.sglang.support import refuse_head, refuse_space
 from mezzo.engines.sglang.tensor_parts import Array, to_tensor
 from mezzo.engines.sglang.token_rows import TokenCounts
 from mezzo.engines.torch import catalog
-from mezzo.errors import JournalError
 from mezzo.types import Batch, MicroBatch
 
 
@@ -40,11 +40,7 @@ class SGLangEngine(Engine):
 
     def load_state(self, tensors: Mapping[str, Array]) -> None:
         """Refuse tensors of another run; a subclass then loads them."""
-        if set(tensors) != {t.name for t in self.trained}:
-            raise JournalError("the tensors do not belong to this run: their names differ")
-        for each in self.trained:
-            if tuple(tensors[each.name].shape) != each.shape:
-                raise JournalError(f"{each.name} has shape {tensors[each.name].shape}, expected {each.shape}")
+        check_state(self.trained, tensors)
 
     def digest(self) -> str:
         """The digest of the tensors in the dtype they are stored in: the model's own for matrices, float32 for LoRA."""

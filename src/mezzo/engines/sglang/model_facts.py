@@ -45,9 +45,7 @@ def read_model_facts(spec: EngineSpec) -> ModelFacts:
     )
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
     model.float()  # it runs here on a CPU, in float32; `parameters` keep the dtype they are stored in
-    ids = torch.tensor([[0, 1]])
-    used = catalog.used_modules(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-    tensors = catalog.catalogue(model, used)
+    tensors = catalog.catalogue(model)
     trained = select(space, tensors)
     if space.kind in TRAINABLE_SPACES:
         refuse_tensors(space, trained)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from mezzo.engines.microbatch import candidate_count
 from mezzo.types import Batch, Scores
 
 MIN_SHARED_TOKENS = 16
@@ -87,11 +86,6 @@ def shared_prompts(rows: Sequence[TokenRow], cached: int) -> list[tuple[int, ...
         for group in by_example.values()
         if len(group) > 1 and group[0].logprob_start >= 0 and group[0].cacheable - cached >= MIN_SHARED_TOKENS
     ]
-
-
-def empty_scores(batch: Batch, probes: int) -> Scores:
-    """scores[P, B, C] of −∞, the score of candidates that an example does not have."""
-    return np.full((probes, len(batch), candidate_count(batch)), -np.inf, dtype=np.float32)
 
 
 def write_scores(scores: Scores, probe: int, rows: Sequence[TokenRow], values: Sequence[Any]) -> None:

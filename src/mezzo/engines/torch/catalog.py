@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,9 +31,10 @@ def canonical_names(model: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
-def catalogue(model: nn.Module, used: set[nn.Module]) -> list[TensorInfo]:
-    """The tensors of modules that ran in a forward; a tied tensor once, under the name of its first owner."""
-    names = canonical_names(model)
+def catalogue(model: nn.Module) -> list[TensorInfo]:
+    """The tensors of modules that run in a forward, not of a pooler that the readout ignores; a tied tensor once, under the
+    name of its first owner."""
+    names, used = canonical_names(model), trace_modules(model).order
     base = getattr(model, "base_model_prefix", "")
     infos: dict[str, TensorInfo] = {}
     for module, own_name, parameter in parameter_owners(model):
@@ -65,11 +67,6 @@ def base_models(model: nn.Module) -> list[nn.Module]:
     return [module for module in candidates if module is not None and module is not model]
 
 
-def used_modules(model: nn.Module, inputs: dict[str, Tensor]) -> set[nn.Module]:
-    """The modules that a forward runs through: a pooler that the readout ignores is not trained."""
-    return set(trace_modules(model, inputs).order)
-
-
 @dataclass(frozen=True, slots=True)
 class ModuleTrace:
     """How the modules of a model ran in one forward."""
@@ -82,9 +79,9 @@ class ModuleTrace:
     """Modules that ran more than once."""
 
 
-def trace_modules(model: nn.Module, inputs: Mapping[str, Any]) -> ModuleTrace:
-    """Run one forward and record the modules; ModelError if it fails."""
-    trace = ModuleTrace()
+def trace_modules(model: nn.Module) -> ModuleTrace:
+    """Run one forward of two tokens and record the modules; ModelError if it fails."""
+    trace, ids = ModuleTrace(), torch.tensor([[0, 1]], device=next(model.parameters()).device)
 
     def before(module: nn.Module, _: Any) -> None:
         if module in trace.order:
@@ -94,11 +91,12 @@ def trace_modules(model: nn.Module, inputs: Mapping[str, Any]) -> ModuleTrace:
     def after(module: nn.Module, _: Any, output: Any) -> None:
         trace.output_values[module] = len(output) if isinstance(output, tuple) else 0
 
-    hooks = [module.register_forward_pre_hook(before) for module in model.modules()]
-    hooks += [module.register_forward_hook(after) for module in model.modules()]
     try:
-        with torch.no_grad():
-            model(**inputs)
+        with torch.no_grad(), ExitStack() as hooks:
+            for module in model.modules():
+                hooks.enter_context(module.register_forward_pre_hook(before))
+                hooks.enter_context(module.register_forward_hook(after))
+            model(input_ids=ids, attention_mask=torch.ones_like(ids))
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if is_out_of_memory(error):
             raise
@@ -106,9 +104,6 @@ def trace_modules(model: nn.Module, inputs: Mapping[str, Any]) -> ModuleTrace:
         raise ModelError(
             f"{type(model).__name__} itself fails on a few tokens ({message}); is its config.json complete?"
         ) from None
-    finally:
-        for hook in hooks:
-            hook.remove()
     return trace
 
 
@@ -117,10 +112,7 @@ def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
     total = hashlib.sha256()
     for name, tensor in sorted(tensors, key=lambda item: item[0]):
         total.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        plain = tensor.detach().cpu().contiguous()
-        total.update(
-            plain.view(torch.uint8).numpy().data if plain.ndim else plain.reshape(1).view(torch.uint8).numpy().data
-        )
+        total.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.engines.hf_hub import refuse_pairs
-from mezzo.engines.microbatch import candidate_count, group_by_length
+from mezzo.engines.microbatch import check_state, empty_scores, group_by_length
 from mezzo.engines.torch import catalog
 from mezzo.engines.torch.forward import frozen_cache
 from mezzo.engines.torch.forward.forward import Forward, is_causal
@@ -20,17 +21,17 @@ from mezzo.engines.torch.forward.generation import generate_greedily
 from mezzo.engines.torch.forward.inputs import PaddedRows, make_rows
 from mezzo.engines.torch.forward.plan import make_plan
 from mezzo.engines.torch.forward.population import Population
+from mezzo.engines.torch.forward.prefix import tensor_infos
 from mezzo.engines.torch.forward.probe_point import ProbePoint
 from mezzo.engines.torch.forward.shared_prompts import can_share, score_candidates, within_windows
 from mezzo.engines.torch.forward.trained_modules import TrainedModules
-from mezzo.engines.torch.initial_values import InitialValues
-from mezzo.engines.torch.merge import merge
+from mezzo.engines.torch.initial_values import initial_lora_factor, initial_prefix, untrained_partners
 from mezzo.engines.torch.quantized import is_quantized
 from mezzo.engines.torch.weights.noise import NoiseSource
-from mezzo.errors import JournalError, ModelError, RunFailed, SpaceError, is_out_of_memory
+from mezzo.errors import ConfigError, ModelError, RunFailed, SpaceError, is_out_of_memory
 from mezzo.method import noise
 from mezzo.method.space import ADAPTERS, Space, lora_names, select
-from mezzo.types import Batch, MicroBatch, Probe, Scores, TensorInfo, TrainedTensor, Update
+from mezzo.types import Batch, MicroBatch, Probe, Scores, TrainedTensor, Update
 
 if TYPE_CHECKING:
     from mezzo.engines.torch.gpu.graphs import Graphs
@@ -72,30 +73,34 @@ class TorchEngine:
         self.base_digest = base_digest or catalog.digest_of(self.model.named_parameters())
         self.stored_types = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
         stored = dict(self._widen()) if self.device.type == "cpu" else {}
-        self.catalogue: list[TensorInfo] = catalog.catalogue(model, catalog.used_modules(model, self._tiny_inputs()))
+        self.catalogue = catalog.catalogue(model)
         self.causal = is_causal(self.model)
         self.share_prompts = can_share(self.model)  # candidates of one prompt continue its keys and values
         self.prefix_override: dict[str, Tensor] = {}
         """Keys and values that take the place of the trained prefix, during the check before step 1."""
-        initial = InitialValues(self.model, space, seed, self.device, prefix_ids)
-        self.catalogue += initial.added_tensors
+        prefixes = initial_prefix(self.model, space, seed, prefix_ids)
+        self.catalogue += tensor_infos(prefixes)
         self.trained: tuple[TrainedTensor, ...] = select(space, self.catalogue)
         self.transposed = {t.name for t in self.catalogue if t.transposed}
+        values = {**dict(self.model.named_parameters()), **stored, **prefixes}
+
+        def initial(t: TrainedTensor) -> Tensor:
+            return values[t.name] if t.name in values else initial_lora_factor(t, seed).to(self.device)
+
+        partners = untrained_partners(space, self.trained, self.catalogue)
         self.population = Population(
-            initial.tensors(self.trained, stored),
+            [(t, initial(t)) for t in self.trained],
             NoiseSource(noise_kind, self.device),
-            initial.frozen_partners(self.trained, self.catalogue),
+            {t.name: initial(t) for t in partners},
             compute,
         )
         modules = TrainedModules(self.model, self.population, space.scaling)
         # Before the parameters become views: a CPU runs no plain forward once they are 16-bit.
-        self.frozen_cache = frozen_cache.find(
-            model, modules.changed_by_training(), self._tiny_inputs(), int(cache_mb * frozen_cache.MIB)
-        )
+        self.frozen_cache = frozen_cache.find(model, modules.changed_by_training(), int(cache_mb * frozen_cache.MIB))
         self._share_parameters()
         self.plan = make_plan(modules, self.frozen_cache, self.prefix_override)
         self.plan.install()
-        self.forward = Forward(self.model, self.population, self.frozen_cache, self.device, self.causal)
+        self.forward = Forward(self.model, self.population, self.frozen_cache, self.causal)
         self.at_close: Callable[[], None] = lambda: None
         self._last_rows: tuple[Batch, list[PaddedRows]] | None = None
         self.graphs: Graphs | None = None
@@ -111,22 +116,22 @@ class TorchEngine:
     @torch.no_grad()
     def score(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
         """scores[P, B, C]: pairs of probes by micro-batches of examples, each one forward."""
-        out = np.full((len(probes), len(batch), candidate_count(batch)), -np.inf, dtype=np.float32)
+        out = empty_scores(batch, len(probes))
         shared = self.share_prompts and self.causal and batch.readout.kind == "candidates"
         groups = [] if shared else self.padded_rows(batch)
-        points = self.probe_points(probes)
-        with self.explain_out_of_memory(min(len(probes), self.micro_batch.members)):
-            if (
-                self.graphs is not None
-                and not shared
-                and not self.frozen_cache
-                and all(len(p.seeds) <= 1 for p in points)
-            ):
+        points, members = self.probe_points(probes), self.micro_batch.members
+        with self.explain_out_of_memory(min(len(probes), members)):
+            one_seed_each = all(len(point.seeds) <= 1 for point in points)
+            if self.graphs is not None and one_seed_each and not shared and not self.frozen_cache:
                 self.graphs.score(groups, batch, points, out)
-            else:
-                for number, point in enumerate(points):
-                    first = number * self.micro_batch.members
-                    self._score_plainly(groups, batch, point, out[first : first + len(point.probes)])
+                return out
+            self.flush_updates()
+            for first, point in zip(range(0, len(probes), members), points, strict=True):
+                with self.population.at(point):
+                    if shared:
+                        self._score_shared(batch, out[first : first + members])
+                    else:
+                        self._score_groups(groups, batch, out[first : first + members])
         return out
 
     def probe_points(self, probes: Sequence[Probe]) -> list[ProbePoint]:
@@ -139,14 +144,6 @@ class TorchEngine:
         if self._last_rows is None or self._last_rows[0] != batch:
             self._last_rows = batch, make_rows(batch, self.micro_batch, self.pad_id)
         return self._last_rows[1]
-
-    def _score_plainly(self, groups: Sequence[PaddedRows], batch: Batch, point: ProbePoint, out: Scores) -> None:
-        """One micro-batch after the other; without groups, prompts that their candidates share."""
-        self.flush_updates()
-        with self.population.at(point):
-            self._score_groups(groups, batch, out)
-            if not groups:
-                self._score_shared(batch, out)
 
     @contextlib.contextmanager
     def explain_out_of_memory(self, members: int) -> Iterator[None]:
@@ -169,10 +166,10 @@ class TorchEngine:
         # Whether a work unit shares its prompts depends on its own rows alone, so that every worker decides alike.
         for places in group_by_length([p.ids for p in batch.prompts], self.micro_batch.rows):
             part = Batch(tuple(batch.prompts[place] for place in places), batch.readout)
+            scores = empty_scores(part, len(out))
             if within_windows(self.model.config, part.prompts):
-                scores = score_candidates(self, part.prompts, batch.readout)
+                score_candidates(self, part, scores)
             else:
-                scores = np.full((len(out), len(part), candidate_count(part)), -np.inf, dtype=np.float32)
                 self._score_groups(make_rows(part, self.micro_batch, self.pad_id), part, scores)
             out[:, places, : scores.shape[2]] = scores
 
@@ -197,8 +194,8 @@ class TorchEngine:
             raise ModelError(f"{type(self.model).__name__} is not a causal model: it cannot generate text")
         self.flush_updates()
         out: list[list[tuple[int, ...]]] = []
-        for first in range(0, len(probes), self.micro_batch.members):
-            with self.population.at(probes[first : first + self.micro_batch.members]):
+        for point in self.probe_points(probes):
+            with self.population.at(point):
                 out += generate_greedily(self, batch, max_new_tokens)
         return out
 
@@ -209,16 +206,12 @@ class TorchEngine:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        if set(tensors) != {t.name for t in self.trained}:
-            raise JournalError("the tensors do not belong to this run: their names differ")
+        check_state(self.trained, tensors)
         self.flush_updates()
         if self.pipeline is not None:
             self.pipeline.cancel()
-        for trained in self.trained:
-            value = self.population.value(trained.name)
-            if tuple(tensors[trained.name].shape) != trained.shape:
-                raise JournalError(f"{trained.name} has shape {tensors[trained.name].shape}, expected {trained.shape}")
-            value.copy_(torch.from_numpy(np.ascontiguousarray(tensors[trained.name])))
+        for name, values in tensors.items():
+            self.population.value(name).copy_(torch.from_numpy(np.ascontiguousarray(values)))
 
     def digest(self) -> str:
         self.flush_updates()
@@ -255,10 +248,21 @@ class TorchEngine:
         """True where weights of linear layers are stored as (in, out)."""
         return bool(self.transposed)
 
+    @torch.no_grad()
     def merged_model(self) -> nn.Module:
-        """A plain copy of the model with what was trained in its weights, for `save_pretrained`."""
+        """A plain copy of the model with what was trained in its weights, in the types that they were stored in."""
+        if self.space.kind == "prefix":
+            raise ConfigError("a prefix is not part of a model's weights: export the adapter instead")
+        if self.quantized:
+            raise ConfigError("a quantised base cannot take in what was trained: export the adapter instead")
         self.flush_updates()
-        return merge(self)
+        with self.plan.suspended():
+            model = copy.deepcopy(self.model)
+        for name, parameter in model.named_parameters():
+            delta = self.lora_delta(name)
+            merged = parameter.data.clone() if delta is None else parameter.data + delta
+            parameter.data = merged.to(self.stored_types[name])
+        return model
 
     def lora_delta(self, name: str, factors: Mapping[str, Tensor] | None = None) -> Tensor | None:
         """What LoRA adds to the weight `name`; `factors` take the place of those trained."""
@@ -293,7 +297,3 @@ class TorchEngine:
         for name, parameter in self.model.named_parameters():
             if name in self.population.trained:
                 parameter.data = self.population.value(name)
-
-    def _tiny_inputs(self) -> dict[str, Tensor]:
-        ids = torch.tensor([[0, 1]], device=self.device)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
+from mezzo.engines.architectures import layer_count
 from mezzo.engines.hf_hub import fetched, load_config, quiet
 from mezzo.engines.torch.catalog import is_pooler
-from mezzo.engines.torch.checkpoint_size import check_size
 from mezzo.errors import ConfigError, ModelError
 from mezzo.method import noise
 from mezzo.types import Family
+
+SPARE = 2**24
+"""Parameters that may be missing from any file: a fresh head is made, not read."""
 
 
 def load_model(
@@ -34,22 +39,19 @@ def load_model(
     """
     import transformers
 
+    auto: Any = transformers.AutoModelForMaskedLM if family == "masked" else transformers.AutoModelForCausalLM
+    extra = dict(quantize or {})
     if classes:
-        auto: Any = transformers.AutoModelForSequenceClassification
-        extra: dict[str, Any] = {"num_labels": classes}
-    else:
-        auto = transformers.AutoModelForMaskedLM if family == "masked" else transformers.AutoModelForCausalLM
-        extra = {}
+        auto, extra["num_labels"] = transformers.AutoModelForSequenceClassification, classes
     config = load_config(name, remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
             f"{name} is stored quantised: give the checkpoint it was made from, and --quantize 4bit or 8bit"
         )
-    extra |= quantize or {}
 
     def load(path: str, **options: Any) -> Any:
         if Path(path).is_dir():
-            check_size(Path(path), auto, name, None if remote_code else config)
+            _check_size(Path(path), auto, name, None if remote_code else config)
         return auto.from_pretrained(
             path,
             dtype=dtype,
@@ -63,9 +65,35 @@ def load_model(
     with quiet():
         model, report = fetched(name, load)
     _fill_missing(model, sorted(report["missing_keys"]), name, seed, fresh_head=bool(classes))
-    model.eval()
-    model.requires_grad_(False)
-    return model  # type: ignore[no-any-return]
+    return model.eval().requires_grad_(False)  # type: ignore[no-any-return]
+
+
+def _check_size(folder: Path, auto: Any, name: str, config: Any) -> None:
+    """ModelError where there are no safetensors, or the configuration describes a far larger model.
+
+    Without a configuration (where the model brings its own code) the second is not checked.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+        why = "; its .bin or .pt file is a pickle, which can run code when it is opened" if pickled else ""
+        raise ModelError(f"{name} has no weights as .safetensors{why}: save it again with save_pretrained")
+    if config is None:
+        return
+    sizes = [size for file in files for size in _tensor_sizes(file)]
+    depth = layer_count(config)
+    if depth > len(sizes):
+        raise ModelError(f"{name}: config.json claims {depth} layers, and its weights are {len(sizes)} tensors")
+    with torch.device("meta"):
+        stated = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
+    if stated > 4 * sum(sizes) + SPARE:
+        raise ModelError(f"{name}: config.json describes {stated:,} parameters, and its weights are {sum(sizes):,}")
+
+
+def _tensor_sizes(file: Path) -> list[int]:
+    """Elements of each tensor, by the file's header, which safetensors has compared with the file's length."""
+    with safe_open(file, framework="numpy") as tensors:
+        return [math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys()]  # noqa: SIM118
 
 
 def _fill_missing(model: nn.Module, missing: list[str], name: str, seed: int, fresh_head: bool) -> None:
@@ -108,13 +136,8 @@ def device_of(name: str) -> torch.device:
 
 def preload_imports() -> None:
     """Import what loading any model imports, in a process whose forks will load one."""
-    for name in (
-        "modeling_utils",
-        "modeling_layers",
-        "processing_utils",
-        "generation.utils",
-        "models.auto.modeling_auto",
-    ):
+    names = ("modeling_utils", "modeling_layers", "processing_utils", "generation.utils", "models.auto.modeling_auto")
+    for name in names:
         importlib.import_module(f"transformers.{name}")
 
 

@@ -46,11 +46,10 @@ def _check_shapes(model: nn.Module, tensors: dict[str, Tensor], folder: Path) ->
     with prefix.without_prefix(model):
         ids = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
         activations = prefix.record_activations(model, ids)
-    shapes = {info.name: info.shape for info in prefix.tensor_infos(activations)}
     lengths: dict[str, int] = {}
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
-        fits = name in shapes and len(shape) == 3 and (shape[0], shape[2]) == shapes[name]
+        fits = name in activations and len(shape) == 3 and shape[::2] == activations[name].shape[::2]
         if not fits or not tensor.is_floating_point() or not tensor.isfinite().all():
             raise ModelError(
                 f"the prefix in {folder} belongs to another model: {name} does not fit {type(model).__name__}"

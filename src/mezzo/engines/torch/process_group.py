@@ -40,7 +40,7 @@ class ProcessGroup:
         """Send rank 0's data to every rank; the others pass None."""
         length = torch.tensor([len(data or b"")], dtype=torch.int64, device=self.device)
         self._wait(dist.broadcast(length, src=0, async_op=True), seconds)
-        payload = self._to_tensor(data) if data is not None else self._empty_buffer(int(length))
+        payload = self._to_tensor(bytes(int(length)) if data is None else data)
         self._wait(dist.broadcast(payload, src=0, async_op=True), seconds)
         return payload.cpu().numpy().tobytes()
 
@@ -50,7 +50,7 @@ class ProcessGroup:
         length = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
         self._wait(dist.all_gather(lengths, length, async_op=True), seconds)
         longest = max(int(each) for each in lengths)
-        payloads = [self._empty_buffer(longest) for _ in range(self.size)]
+        payloads = [self._to_tensor(bytes(longest)) for _ in range(self.size)]
         padded = self._to_tensor(data.ljust(longest, b"\0"))
         self._wait(dist.all_gather(payloads, padded, async_op=True), seconds)
         return [payload[: int(n)].cpu().numpy().tobytes() for payload, n in zip(payloads, lengths, strict=True)]
@@ -67,9 +67,6 @@ class ProcessGroup:
 
     def _to_tensor(self, data: bytes) -> Tensor:
         return torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8).to(self.device)
-
-    def _empty_buffer(self, size: int) -> Tensor:
-        return torch.zeros(max(1, size), dtype=torch.uint8, device=self.device)
 
     def close(self) -> None:
         dist.destroy_process_group()

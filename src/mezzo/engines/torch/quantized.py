@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,7 @@ def lora_hooks(model: nn.Module, factors: dict[str, tuple[Tensor, Tensor]], scal
     def hook(down: Tensor, up: Tensor) -> Any:
         return lambda _module, args, output: output + scaling * (args[0] @ down.T @ up.T)
 
-    hooks = [model.get_submodule(path).register_forward_hook(hook(*pair)) for path, pair in factors.items()]
-    try:
+    with ExitStack() as hooks:
+        for path, pair in factors.items():
+            hooks.enter_context(model.get_submodule(path).register_forward_hook(hook(*pair)))
         yield
-    finally:
-        for handle in hooks:
-            handle.remove()

@@ -4,7 +4,8 @@ row do not depend on the rows beside it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from mezzo.engines.architectures import has_experts
 from mezzo.engines.liveness import distance, first_look, refuse_dead
-from mezzo.engines.microbatch import candidate_count
+from mezzo.engines.microbatch import empty_scores
 from mezzo.engines.torch.forward.inputs import make_rows, select_positions
 from mezzo.engines.torch.quantized import lora_hooks
 from mezzo.errors import ModelError
@@ -43,8 +44,7 @@ def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:
     plain = np.stack([_plain_scores(engine, few, probe) for probe in probes])
     base = engine.score(few, [Probe()] * len(probes))  # as many rows: other shapes would round differently
     refuse_dead(engine.trained, ours, base)
-    finite = np.isfinite(ours)
-    scale = np.abs(plain[finite]).max()
+    scale = np.abs(plain[np.isfinite(ours)]).max()
     of_scale, of_effect = TOLERANCE[engine.population.compute]
     if not distance(ours, plain) <= of_scale * max(1.0, scale) + of_effect * distance(plain, base):
         raise ModelError(
@@ -67,9 +67,8 @@ def _advice(engine: TorchEngine) -> str:
     return "use --space head, or another model"
 
 
-def weights_at(engine: TorchEngine, probe: Probe) -> dict[str, Tensor]:
-    """The model's weights that a probe changes, with LoRA merged into them, from NumPy's noise."""
-    tensors = {t.name: _perturbed(engine, t, probe) for t in engine.trained}
+def _weights_at(engine: TorchEngine, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The model's weights that a probe's `tensors` change, with LoRA merged into them."""
     weights = {t.name: tensors[t.name] for t in engine.trained if t.kind not in ("lora_A", "lora_B")}
     if not engine.quantized:
         for name, parameter in engine.model.named_parameters():
@@ -78,16 +77,17 @@ def weights_at(engine: TorchEngine, probe: Probe) -> dict[str, Tensor]:
     return {name: value.to(engine.population.compute) for name, value in weights.items()}
 
 
-def _quantized_lora(engine: TorchEngine, probe: Probe) -> dict[str, tuple[Tensor, Tensor]]:
+def _quantized_lora(engine: TorchEngine, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """Module → LoRA's factors at a probe, where they cannot be merged into quantised weights."""
     if not engine.quantized or engine.space.kind != "lora":
         return {}
-    tensors = {t.name: _perturbed(engine, t, probe) for t in engine.trained} | engine.population.frozen
+    tensors = {**tensors, **engine.population.frozen}
     paths = dict.fromkeys(name.split(".lora_")[0] for name in tensors)
     return {path: (tensors[f"{path}.lora_A.weight"], tensors[f"{path}.lora_B.weight"]) for path in paths}
 
 
 def _perturbed(engine: TorchEngine, trained: TrainedTensor, probe: Probe) -> Tensor:
+    """A tensor at a probe, by NumPy's noise."""
     value = engine.population.value(trained.name).to(torch.float32, copy=True)
     for seed, scale in probe.terms:
         if trained.rank:
@@ -102,10 +102,10 @@ def _perturbed(engine: TorchEngine, trained: TrainedTensor, probe: Probe) -> Ten
 @torch.no_grad()
 def _plain_scores(engine: TorchEngine, batch: Batch, probe: Probe, micro_batch: MicroBatch | None = None) -> Scores:
     """Scores by the model's own forward, whose weights are really those of the probe."""
-    weights = weights_at(engine, probe)
+    tensors = {t.name: _perturbed(engine, t, probe) for t in engine.trained}
+    weights, lora = _weights_at(engine, tensors), _quantized_lora(engine, tensors)
     prefixes = {t.name: weights.pop(t.name) for t in engine.trained if t.kind == "prefix"}
-    lora = _quantized_lora(engine, probe)
-    out = np.full((1, len(batch), candidate_count(batch)), -np.inf, dtype=np.float32)
+    out = empty_scores(batch, 1)
     for rows in make_rows(batch, micro_batch or engine.micro_batch, engine.pad_id):
         inputs = engine.forward.inputs(rows, 1)
         engine.prefix_override.update(prefixes)
@@ -155,16 +155,12 @@ def _outputs(model: nn.Module) -> Iterator[Mapping[str, Tensor]]:
     """The first output of each leaf module, in the order they ran; those inside a vmap cannot be recorded."""
     outputs: dict[str, Tensor] = {}
 
-    def record(name: str) -> Any:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and name not in outputs and not is_functorch_wrapped_tensor(output):
-                outputs[name] = output.detach().to(torch.float32, copy=True)  # kernels may write into it later
+    def record(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and name not in outputs and not is_functorch_wrapped_tensor(output):
+            outputs[name] = output.detach().to(torch.float32, copy=True)  # kernels may write into it later
 
-        return hook
-
-    hooks = [m.register_forward_hook(record(name)) for name, m in model.named_modules() if not list(m.children())]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if not list(module.children()):
+                hooks.enter_context(module.register_forward_hook(partial(record, name)))
         yield outputs
-    finally:
-        for hook in hooks:
-            hook.remove()

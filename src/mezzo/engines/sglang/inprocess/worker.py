@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from mezzo.engines.base import EngineSpec
+from mezzo.engines.microbatch import empty_scores
 from mezzo.engines.sglang.inprocess.adapter_slots import AdapterSlots
 from mezzo.engines.sglang.inprocess.forward import Forward, ServedProbe
 from mezzo.engines.sglang.inprocess.weights import WEIGHTS, WorkerWeights
 from mezzo.engines.sglang.model_facts import ModelFacts
 from mezzo.engines.sglang.tensor_parts import Array, TensorPart
-from mezzo.engines.sglang.token_rows import TokenCounts, empty_scores, token_rows, write_scores
+from mezzo.engines.sglang.token_rows import TokenCounts, token_rows, write_scores
 from mezzo.types import Batch, Probe, Scores, Update
 
 

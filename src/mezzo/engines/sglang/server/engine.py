@@ -12,6 +12,7 @@ import torch
 
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.hf_hub import locate
+from mezzo.engines.microbatch import empty_scores
 from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD
 from mezzo.engines.sglang.base import SGLangEngine
 from mezzo.engines.sglang.model_facts import SAMPLE_TOKENS, ModelFacts
@@ -21,7 +22,7 @@ from mezzo.engines.sglang.server.replica import Replica
 from mezzo.engines.sglang.server.weights import ClientWeights, FrozenModel, ServerMatrices, UploadedLora
 from mezzo.engines.sglang.support import refuse_space
 from mezzo.engines.sglang.tensor_parts import Array
-from mezzo.engines.sglang.token_rows import TokenCounts, TokenRow, empty_scores, token_rows, write_scores
+from mezzo.engines.sglang.token_rows import TokenCounts, TokenRow, token_rows, write_scores
 from mezzo.errors import ConfigError, ModelError, RunFailed
 from mezzo.types import Batch, Probe, Readout, Scores, Update
 

@@ -16,27 +16,15 @@ from mezzo.engines.torch.forward.population import Population
 from mezzo.types import Batch, Readout
 
 SHORT = 64
-FOR_SHORT = [
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.MATH,
-]
+FOR_SHORT = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
 
 
 class Forward:
     """The forward of one model over the members of its population."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        population: Population,
-        frozen_cache: FrozenCache | None,
-        device: torch.device,
-        causal: bool,
-    ) -> None:
-        self.model, self.population, self.frozen_cache = model, population, frozen_cache
-        self.device, self.causal = device, causal
+    def __init__(self, model: nn.Module, population: Population, cache: FrozenCache | None, causal: bool) -> None:
+        self.model, self.population, self.frozen_cache = model, population, cache
+        self.device, self.causal = population.source.device, causal
         self.trim_last_layer = True
         """False: the last layer computes every position, as its own code does."""
         self._words: dict[tuple[int, ...], Tensor] = {}
@@ -45,7 +33,7 @@ class Forward:
         """[P·rows, *tail] on the device, inside an active population."""
         population, readout, cache = self.population, batch.readout, self.frozen_cache
         members, words = population.members, self.words_of(readout)
-        cached = cache.skip_layers(rows, members, self._unpadded_inputs) if cache else nullcontext(rows)
+        cached = cache.skip_layers(rows, members, self._inputs) if cache else nullcontext(rows)
         with (
             cached as seen,
             attention_for(self.device, seen.ids.shape[1]),
@@ -82,7 +70,9 @@ class Forward:
         no_mask = not rows.has_padding or (self.causal and rows.positions is not None)
         return self._inputs(rows.ids, rows.segments, None if no_mask else rows.mask, members)
 
-    def _inputs(self, ids: Tensor, segments: Tensor | None, mask: Tensor | None, members: int) -> dict[str, Any]:
+    def _inputs(
+        self, ids: Tensor, segments: Tensor | None, mask: Tensor | None = None, members: int = 1
+    ) -> dict[str, Any]:
         tensors = {"input_ids": ids}
         if mask is not None:
             tensors["attention_mask"] = mask
@@ -91,10 +81,6 @@ class Forward:
             tensors["token_type_ids"] = segments.clamp(max=types - 1)
         inputs = {key: value.to(self.device, non_blocking=True).repeat(members, 1) for key, value in tensors.items()}
         return {**inputs, "use_cache": False} if self.causal else inputs
-
-    def _unpadded_inputs(self, ids: Tensor, segments: Tensor | None) -> dict[str, Any]:
-        """One example without padding."""
-        return self._inputs(ids, segments, None, 1)
 
 
 def attention_for(device: torch.device, length: int) -> AbstractContextManager[None]:

@@ -10,7 +10,7 @@ forward: behind the last layer no position attends to another.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -29,11 +29,7 @@ Inputs = Callable[[Tensor, Tensor | None], dict[str, Any]]
 
 
 class _StopForward(Exception):
-    """The state has been computed; the layers above need not run."""
-
-    def __init__(self, state: Tensor) -> None:
-        super().__init__()
-        self.state = state
+    """The state has been computed, and is the argument; the layers above need not run."""
 
 
 class FrozenCache:
@@ -103,7 +99,9 @@ class FrozenCache:
     def _states_at_positions(self, rows: PaddedRows, members: int, inputs: Inputs) -> tuple[Tensor, PaddedRows]:
         """Only what is read; that of the last rows is kept stacked, for runs whose every step sees the whole set."""
         if self._last is None or self._last[0] is not rows or self._last[1] != members:
-            self._drop_last()
+            if self._last is not None:
+                self.held_bytes -= _size(self._last[2])
+                self._last = None
             keys = _keys(rows, with_positions=True)
             states = torch.stack([self._state(key, inputs) for key in keys]).repeat(members, 1, 1)
             latest = rows, members, states, _rows_at_positions(rows)
@@ -112,11 +110,6 @@ class FrozenCache:
             self._last = latest
             self.held_bytes += _size(states)
         return self._last[2:]
-
-    def _drop_last(self) -> None:
-        if self._last is not None:
-            self.held_bytes -= _size(self._last[2])
-            self._last = None
 
     def _state(self, key: Key, inputs: Inputs) -> Tensor:
         if (cached := self._states.get(key)) is not None:
@@ -128,7 +121,7 @@ class FrozenCache:
         try:
             self.model(**inputs(torch.tensor([ids]), torch.tensor([segments]) if segments else None))
         except _StopForward as stop:
-            state = stop.state[0, list(positions)] if positions else stop.state[0].clone()
+            state = stop.args[0][0, list(positions)] if positions else stop.args[0][0].clone()
         else:
             raise ModelError(
                 f"{type(self.model).__name__} did not run its last frozen layer, whose output was to be cached: use --cache-mb 0"
@@ -142,10 +135,10 @@ class FrozenCache:
         return state
 
 
-def find(model: nn.Module, changed: set[nn.Module], inputs: Mapping[str, Any], limit: int) -> FrozenCache | None:
+def find(model: nn.Module, changed: set[nn.Module], limit: int) -> FrozenCache | None:
     """A cache of the layers that have run when the first module `changed` by training runs; None where there are none, or no
     memory for it."""
-    trace = catalog.trace_modules(model, inputs)
+    trace = catalog.trace_modules(model)
     order = trace.order
     first = min((order[module] for module in changed if module in order), default=0)
     stacks = [

@@ -70,24 +70,18 @@ class PaddedRows:
 def make_rows(batch: Batch, micro_batch: MicroBatch, pad_id: int) -> list[PaddedRows]:
     """Micro-batches of at most `micro_batch.rows` rows of similar length, so that little is padded; a pure function."""
     sequences = _sequences(batch)
-    lengths = [len(sequence.ids) for sequence in sequences]
-    groups = [
-        part
-        for group in group_by_length([sequence.ids for sequence in sequences], micro_batch.rows)
-        for part in _halve_if_wasteful(group, [lengths[index] for index in group], micro_batch.waste)
-    ]
     return [
-        _padded_rows([sequences[index] for index in group], batch.readout, micro_batch.pad_to, pad_id)
-        for group in groups
+        _padded_rows(part, batch.readout, micro_batch.pad_to, pad_id)
+        for group in group_by_length([sequence.ids for sequence in sequences], micro_batch.rows)
+        for part in _halve_if_wasteful([sequences[index] for index in group], micro_batch.waste)
     ]
 
 
-def _halve_if_wasteful(group: list[int], lengths: list[int], waste: float) -> list[list[int]]:
+def _halve_if_wasteful(group: list[_Sequence], waste: float) -> list[list[_Sequence]]:
     """A sorted group as it is, or in two halves where too much of it would be padding."""
-    if sum(lengths) >= (1 - waste) * len(group) * lengths[-1]:
-        return [group]
-    middle = len(group) // 2
-    return [group[:middle], group[middle:]]
+    lengths, middle = [len(sequence.ids) for sequence in group], len(group) // 2
+    is_full = sum(lengths) >= (1 - waste) * len(group) * lengths[-1]
+    return [group] if is_full else [group[:middle], group[middle:]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,13 +38,17 @@ def trim_refusal(layer: nn.Module, config: Any) -> str:
     return ""
 
 
-def trimmed_forwards(layer: Any, population: Population) -> dict[nn.Module, Callable[[Forward], Forward]]:
-    """The layer and those of its submodules whose forwards must be replaced, and how."""
-    if part_of(layer) is Part.DECODER_LAYER:
-        return {layer: lambda inner: _decoder_layer(layer, inner, population)}
-    trimmed = _TrimmedEncoderLayer(layer, population)
-    attention = layer.attention
-    return {layer: trimmed.layer, attention.self: trimmed.self_attention, attention.output: trimmed.residual}
+def trimmed_forward(layer: Any, population: Population, inner: Forward) -> Forward:
+    """The layer's forward where positions are read, `inner` elsewhere."""
+    compute = _decoder_layer if part_of(layer) is Part.DECODER_LAYER else _encoder_layer
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        positions = population.context.claim_positions() if population.context.trim_last_layer else None
+        if positions is None:
+            return inner(hidden_states, *args, **kwargs)
+        return compute(layer, hidden_states, positions, *args, **kwargs)
+
+    return forward
 
 
 def readout_only(population: Population, inner: Forward) -> Forward:
@@ -59,59 +63,20 @@ def readout_only(population: Population, inner: Forward) -> Forward:
     return forward
 
 
-def _claim_positions(population: Population) -> Tensor | None:
-    return population.context.claim_positions() if population.context.trim_last_layer else None
+def _encoder_layer(
+    layer: Any, hidden: Tensor, positions: Tensor, attention_mask: Tensor | None = None, *_: Any, **__: Any
+) -> Any:
+    attention, size = layer.attention.self, layer.attention.self.attention_head_size
+    query = split_heads(attention.query(select_positions(hidden, positions)), size)
+    key, value = (split_heads(project(hidden), size) for project in (attention.key, attention.value))
+    attended, _ = attend(attention, query, key, value, _select_mask_rows(attention_mask, positions))
+    return layer.feed_forward_chunk(layer.attention.output(attended, select_positions(hidden, positions)))
 
 
-class _TrimmedEncoderLayer:
-    """The three forwards of one layer, which know the positions while the layer runs."""
-
-    def __init__(self, layer: Any, population: Population) -> None:
-        self.attention, self.population = layer.attention.self, population
-        self.positions: Tensor | None = None
-
-    def layer(self, inner: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            self.positions = _claim_positions(self.population)
-            try:
-                return inner(*args, **kwargs)
-            finally:
-                self.positions = None
-
-        return forward
-
-    def self_attention(self, inner: Forward) -> Forward:
-        attention, size = self.attention, self.attention.attention_head_size
-
-        def forward(hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-            if self.positions is None:
-                return inner(hidden_states, attention_mask=attention_mask, **kwargs)
-            query = split_heads(attention.query(select_positions(hidden_states, self.positions)), size)
-            key = split_heads(attention.key(hidden_states), size)
-            value = split_heads(attention.value(hidden_states), size)
-            return attend(attention, query, key, value, _select_mask_rows(attention_mask, self.positions))
-
-        return forward
-
-    def residual(self, inner: Forward) -> Forward:
-        def forward(hidden_states: Tensor, input_tensor: Tensor) -> Any:
-            if self.positions is not None:
-                input_tensor = select_positions(input_tensor, self.positions)
-            return inner(hidden_states, input_tensor)
-
-        return forward
-
-
-def _decoder_layer(layer: Any, inner: Forward, population: Population) -> Forward:
-    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        positions = _claim_positions(population)
-        if positions is None:
-            return inner(hidden_states, *args, **kwargs)
-        attended = _decoder_attention(layer.self_attn, layer.input_layernorm(hidden_states), positions, **kwargs)
-        hidden = select_positions(hidden_states, positions) + attended
-        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-
-    return forward
+def _decoder_layer(layer: Any, hidden: Tensor, positions: Tensor, **kwargs: Any) -> Any:
+    attended = _decoder_attention(layer.self_attn, layer.input_layernorm(hidden), positions, **kwargs)
+    hidden = select_positions(hidden, positions) + attended
+    return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
 
 def _decoder_attention(
@@ -128,7 +93,8 @@ def _decoder_attention(
     key = split_heads(project(attention, "k", hidden), attention.head_dim)
     value = split_heads(attention.v_proj(hidden), attention.head_dim)
     cos, sin = position_embeddings
-    query = _rotate(attention, query, _select_table_rows(cos, positions), _select_table_rows(sin, positions))
+    tables = (select_positions(table.expand(len(positions), -1, -1), positions) for table in (cos, sin))
+    query = _rotate(attention, query, *tables)
     key = _rotate(attention, key, cos, sin)
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, attention.layer_idx)
@@ -166,11 +132,6 @@ def _rotate(attention: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding of query or key."""
     rotate_half = sys.modules[type(attention).__module__].rotate_half  # type: ignore[attr-defined]
     return heads * cos[:, None] + rotate_half(heads) * sin[:, None]
-
-
-def _select_table_rows(table: Tensor, positions: Tensor) -> Tensor:
-    """[1 or rows, L, n] at positions[rows, k] → [rows, k, n]."""
-    return select_positions(table.expand(len(positions), -1, -1), positions)
 
 
 def _select_mask_rows(mask: Tensor | None, positions: Tensor) -> Tensor | None:

@@ -113,7 +113,7 @@ def _low_rank_term(x: Tensor, weight: str, rank: int, population: Population, tr
     left, right = population.ops.factors(population.trained[weight], population.point)
     if transposed:
         left, right = right, left
-    scales = population.factor_scales(rank).repeat_interleave(rank, dim=1)
+    scales = (population.point.scales * (1 / rank**0.5)).repeat_interleave(rank, dim=1)
     inner = x @ right.to(x.dtype)  # ±1 in any type
     return (inner * _broadcast(scales, inner)).to(x.dtype) @ left.T.to(x.dtype)
 
@@ -196,18 +196,13 @@ def vmapped(module: nn.Module, inner: Forward, trained: TrainedModule, populatio
         parts = population.split(value, trained.path)
         return parts.float() if parts.is_floating_point() and not holds_matrix else parts
 
-    def frozen_parameters() -> dict[str, Tensor]:
-        """The module's other tensors, if they are 16-bit."""
-        if population.compute == torch.float32:
-            return {}
-        return {key: p for key, p in module.named_parameters(recurse=False) if key not in tensors}
-
     def forward(*args: Any, **kwargs: Any) -> Any:
         members = {key: _members(name, population) for key, name in tensors.items()}
         if holds_matrix:
             members = {key: value.to(population.compute) for key, value in members.items()}
-        else:
-            members |= {k: p.float().expand(population.members, *p.shape) for k, p in frozen_parameters().items()}
+        elif population.compute != torch.float32:
+            frozen = {key: p for key, p in module.named_parameters(recurse=False) if key not in tensors}
+            members |= {key: p.float().expand(population.members, *p.shape) for key, p in frozen.items()}
         members = {f"module.{key}": value for key, value in members.items()}
         positional = [split(value) for value in args]
         named = {key: split(value) for key, value in kwargs.items()}

@@ -49,7 +49,7 @@ class Override:
     stage: Stage
     name: str
     build: Callable[[Any], Any]
-    attribute: str = "forward"
+    attribute: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +67,14 @@ class Plan:
 
     def __init__(self) -> None:
         self.overrides: list[Override] = []
-        self.refusals: list[tuple[nn.Module, str]] = []
-        """Modules that an implementation does not take, and why."""
-        self._modules: dict[nn.Module, None] = {}
+        self.refusals: dict[nn.Module, list[str]] = {}
+        """Why implementations do not take a module, for every module of the plan."""
         self._installed: list[tuple[nn.Module, str, Any]] = []
 
     def add(self, module: nn.Module, stage: Stage, choice: Choice, attribute: str = "forward") -> None:
-        self._modules[module] = None
+        refusals = self.refusals.setdefault(module, [])
         if choice.build is None:
-            self.refusals.append((module, f"no {choice.name}: {choice.reason}"))
+            refusals.append(f"no {choice.name}: {choice.reason}")
         else:
             self.overrides.append(Override(module, stage, choice.name, choice.build, attribute))
 
@@ -102,15 +101,12 @@ class Plan:
 
     def lines(self) -> list[PlanLine]:
         """One line for each class of modules and way of computing them, in the order of the model."""
-        forwards: dict[nn.Module, list[str]] = {module: [] for module in self._modules}
-        reasons: dict[nn.Module, list[str]] = {module: [] for module in self._modules}
+        forwards: dict[nn.Module, list[str]] = {module: [] for module in self.refusals}
         for override in sorted(self.overrides, key=lambda override: -override.stage):
             forwards[override.module].append(override.name)
-        for module, reason in self.refusals:
-            reasons[module].append(reason)
         counts = Counter(
-            (type(module).__name__, ", else ".join(forwards[module]) or "own forward", "; ".join(reasons[module]))
-            for module in self._modules
+            (type(module).__name__, ", else ".join(forwards[module]) or "own forward", "; ".join(reasons))
+            for module, reasons in self.refusals.items()
         )
         return [PlanLine(count, *line) for line, count in counts.items()]
 
@@ -148,7 +144,7 @@ def make_plan(modules: TrainedModules, cache: FrozenCache | None, prefix_overrid
         elif trained or part_of(module) in WITH_KERNELS:
             plan.add(module, Stage.KERNEL, Choice("kernels", reason=kernel_refusal(population.source.device)))
         if module is last and module not in cached:
-            _trim(plan, module, modules)
+            plan.add(module, Stage.READOUT, _trim(module, modules))
         if module in base_models:
             plan.add(module, Stage.READOUT, Choice("readout positions", partial(last_layer.readout_only, population)))
     return plan
@@ -167,10 +163,7 @@ def _members(module: nn.Module, trained: TrainedModule, modules: TrainedModules)
     return Choice(name, lambda inner: member_forward(module, inner, trained, population))
 
 
-def _trim(plan: Plan, layer: nn.Module, modules: TrainedModules) -> None:
-    name = "trimmed last layer"
-    if reason := last_layer.trim_refusal(layer, modules.model.config):
-        plan.add(layer, Stage.READOUT, Choice(name, reason=reason))
-        return
-    for module, build in last_layer.trimmed_forwards(layer, modules.population).items():
-        plan.add(module, Stage.READOUT, Choice(name, build))
+def _trim(layer: nn.Module, modules: TrainedModules) -> Choice:
+    reason = last_layer.trim_refusal(layer, modules.model.config)
+    build = None if reason else partial(last_layer.trimmed_forward, layer, modules.population)
+    return Choice("trimmed last layer", build, reason)

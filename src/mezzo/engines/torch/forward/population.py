@@ -10,18 +10,44 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mezzo.engines.torch.forward.context import ForwardContext
 from mezzo.engines.torch.forward.probe_point import DeviceUpdate, ProbePoint
 from mezzo.engines.torch.weights.flat_buffer import group_flat_buffers, is_large
 from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.engines.torch.weights.reference_ops import ReferenceOps
 from mezzo.errors import ModelError
 from mezzo.types import Probe, TrainedTensor, Update
+
+
+@dataclass(slots=True)
+class ForwardContext:
+    """One forward pass of a population. `Population.context` holds the current one."""
+
+    point: ProbePoint
+    """The members; without any, every module computes what its own code says."""
+    rows: int = 0
+    """Rows of each member."""
+    length: int = 0
+    """Tokens of a row."""
+    words: Tensor | None = None
+    """Label words whose logits are read; None: those of the whole vocabulary."""
+    positions: Tensor | None = None
+    """[P·rows, k]: the positions whose hidden states are still to be selected; None: none, or it has been done."""
+    own_tokens: bool = False
+    """True where members read different tokens: the text that each of them generated."""
+    trim_last_layer: bool = True
+    """False: the last layer computes every position, as its own code does."""
+
+    def claim_positions(self) -> Tensor | None:
+        """The positions to select, for the first module that can: it is done once."""
+        positions, self.positions = self.positions, None
+        return positions
 
 
 class Population:
@@ -45,6 +71,7 @@ class Population:
         self.large = {t.name: v.detach().contiguous() for t, v in tensors if is_large(t, v)}
         self.flat_buffers = group_flat_buffers([(t, v) for t, v in tensors if t.name not in self.large])
         self._views = {entry.trained.name: flat.view(entry) for flat in self.flat_buffers for entry in flat.entries}
+        self._values = ChainMap(self.large, self._views, self.frozen)
         self.scratch = torch.empty(0)
         self.context = self._idle()
         self._perturbed_small: dict[str, Tensor] | None = None
@@ -57,10 +84,7 @@ class Population:
 
     def value(self, name: str) -> Tensor:
         """The unperturbed tensor."""
-        for tensors in (self.large, self._views, self.frozen):
-            if name in tensors:
-                return tensors[name]
-        raise KeyError(name)
+        return self._values[name]
 
     def apply_all(self, updates: Sequence[Update]) -> None:
         """One update after the other; each ends a step, so its noise is not needed again."""
@@ -163,10 +187,6 @@ class Population:
             rows = self.large[name][ids].float()
             return rows.expand(self.members, *rows.shape)
         return self.ops.perturb_rows(self.trained[name], self.large[name], ids, self.point)
-
-    def factor_scales(self, rank: int) -> Tensor:
-        """[P, K] scales of the integer products U·Vᵀ."""
-        return self.point.scales * (1 / rank**0.5)
 
     def split(self, tensor: Tensor, module: str) -> Tensor:
         """[P·B, …] → [P, B, …]. A leading 1 (a position table) is the same row for every member, and sequences may come

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mezzo.engines.architectures import ATTENTION_FUNCTIONS
+from mezzo.engines.hf_hub import quiet
 from mezzo.engines.torch.catalog import layer_of
 from mezzo.engines.torch.forward.population import Population
 from mezzo.errors import ModelError
@@ -29,12 +30,11 @@ SOURCE = "mezzo_prefix"
 
 KeyValue = tuple[Tensor, Tensor]
 Source = Callable[[int], KeyValue]
-Activations = dict[str, KeyValue]
 _recorded: dict[nn.Module, KeyValue] | None = None
 
 
-def record_activations(model: nn.Module, ids: Tensor) -> Activations:
-    """Path of every attention module → keys[heads, tokens, dim] and values of a text there; ModelError if there are none.
+def record_activations(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+    """Keys[heads, tokens, dim] and values of a text at every attention module, by tensor name; ModelError if there are none.
 
     Rounded to bfloat16, which is plenty for a starting point and halves what a journal must keep of it.
     """
@@ -54,19 +54,15 @@ def record_activations(model: nn.Module, ids: Tensor) -> Activations:
         )
     paths = {module: path for path, module in model.named_modules()}
     return {
-        paths[module]: (_round_to_bfloat16(key[0]), _round_to_bfloat16(value[0]))
-        for module, (key, value) in recorded.items()
+        name: tensor[0].to(torch.bfloat16).float().clone()
+        for module, pair in recorded.items()
+        for name, tensor in zip(prefix_names(paths[module]), pair, strict=True)
     }
 
 
-def tensor_infos(activations: Activations) -> list[TensorInfo]:
+def tensor_infos(activations: Mapping[str, Tensor]) -> list[TensorInfo]:
     """The tensors a prefix could have, as `space` sees them: (heads, dim), to which it adds the number of tokens."""
-    infos = []
-    for path, pair in activations.items():
-        for name, tensor in zip(prefix_names(path), pair, strict=True):
-            heads, _, dim = tensor.shape
-            infos.append(TensorInfo(name, (heads, dim), "prefix", layer_of(name)))
-    return infos
+    return [TensorInfo(name, (t.shape[0], t.shape[2]), "prefix", layer_of(name)) for name, t in activations.items()]
 
 
 def member_source(population: Population, path: str, override: Mapping[str, Tensor]) -> Source | None:
@@ -115,10 +111,6 @@ def _constant_source(key: Tensor, value: Tensor) -> Source:
     return lambda rows: (key.expand(rows, *key.shape), value.expand(rows, *value.shape))
 
 
-def _round_to_bfloat16(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.bfloat16).float().clone()
-
-
 # ---- the attention function
 
 
@@ -129,15 +121,9 @@ def _route_attention(model: nn.Module) -> None:
         return
     if function not in ATTENTION_FUNCTIONS:
         raise ModelError(f"a prefix needs eager or sdpa attention; this model is set to {function!r}")
-    import transformers
-
     _register(function)
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # a model that cannot take a prefix is refused later, with our own message
-    try:
+    with quiet():  # a model that cannot take a prefix is refused later, with our own message
         model.set_attn_implementation(REGISTERED + function)  # type: ignore[operator]
-    finally:
-        transformers.logging.set_verbosity(verbosity)
 
 
 def _register(function: str) -> None:

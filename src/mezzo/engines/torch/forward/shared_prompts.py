@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from mezzo.engines.architectures import attention_windows
 from mezzo.engines.torch.forward.inputs import pad, select_positions, sum_log_probabilities
-from mezzo.types import Prompt, Readout, Scores
+from mezzo.types import Batch, Prompt, Scores
 
 if TYPE_CHECKING:
     from mezzo.engines.torch.engine import TorchEngine
@@ -46,35 +45,34 @@ def within_windows(config: Any, prompts: Sequence[Prompt]) -> bool:
     return all(longest < window for window in attention_windows(config))
 
 
-def score_candidates(engine: TorchEngine, prompts: Sequence[Prompt], readout: Readout) -> Scores:
-    """scores[P, prompts, C] inside an active population: log-probabilities of each prompt's continuations."""
-    population, device = engine.population, engine.device
+def score_candidates(engine: TorchEngine, batch: Batch, out: Scores) -> None:
+    """Write scores[P, B, C] inside an active population: log-probabilities of each prompt's continuations."""
+    population, device, prompts = engine.population, engine.device, batch.prompts
     members = population.members
     ids = pad([p.ids for p in prompts], None, engine.pad_id).to(device).repeat(members, 1)
     mask = pad([(1,) * len(p.ids) for p in prompts], None, 0).to(device).repeat(members, 1)
     last = torch.tensor([[len(p.ids) - 1] for p in prompts], device=device)
-    rows = [(index, candidate) for index, p in enumerate(prompts) for candidate in p.candidates]
-    longest = max(len(candidate) for _, candidate in rows)
+    candidates = [candidate for p in prompts for candidate in p.candidates]
+    places = [(index, number) for index, p in enumerate(prompts) for number in range(len(p.candidates))]
+    examples, numbers = np.array(places).T
+    longest = max(map(len, candidates))
     with population.forward(
-        len(prompts),
-        ids.shape[1],
-        positions=last.repeat(members, 1),
-        trim_last_layer=engine.forward.trim_last_layer,
+        len(prompts), ids.shape[1], positions=last.repeat(members, 1), trim_last_layer=engine.forward.trim_last_layer
     ) as context:
-        out = engine.model(input_ids=ids, attention_mask=mask, use_cache=longest > 1)
-    prompt_of_row = torch.tensor([index for index, _ in rows], device=device)
+        output = engine.model(input_ids=ids, attention_mask=mask, use_cache=longest > 1)
+    prompt_of_row = torch.from_numpy(examples).to(device)
     cache_rows = torch.cat([prompt_of_row + member * len(prompts) for member in range(members)])
-    first = torch.tensor([candidate[0] for _, candidate in rows], device=device).repeat(members)
+    first = torch.tensor([candidate[0] for candidate in candidates], device=device).repeat(members)
     positions = context.claim_positions()
-    logits = out.logits if positions is None else select_positions(out.logits, positions)
+    logits = output.logits if positions is None else select_positions(output.logits, positions)
     total = logits[:, 0].float().log_softmax(-1)[cache_rows, first]
     if longest > 1:
         total = total + _continuation_scores(
-            engine, [c for _, c in rows], out.past_key_values, cache_rows, mask, last[prompt_of_row]
+            engine, candidates, output.past_key_values, cache_rows, mask, last[prompt_of_row]
         )
-    if readout.reduce == "mean":
-        total = total / torch.tensor([float(len(c)) for _, c in rows], device=device).repeat(members)
-    return _scores_by_prompt(total.view(members, -1).cpu().numpy(), prompts)
+    if batch.readout.reduce == "mean":
+        total = total / torch.tensor([float(len(c)) for c in candidates], device=device).repeat(members)
+    out[:, examples, numbers] = total.view(members, -1).cpu().numpy()
 
 
 def _continuation_scores(
@@ -97,13 +95,3 @@ def _continuation_scores(
             use_cache=True,
         ).logits
     return sum_log_probabilities(logits.float(), targets, targets >= 0)
-
-
-def _scores_by_prompt(scores: npt.NDArray[np.float32], prompts: Sequence[Prompt]) -> Scores:
-    """[P, rows] → [P, prompts, C], −inf where a prompt has fewer candidates."""
-    out = np.full((len(scores), len(prompts), max(len(p.candidates) for p in prompts)), -np.inf, dtype=np.float32)
-    row = 0
-    for index, prompt in enumerate(prompts):
-        out[:, index, : len(prompt.candidates)] = scores[:, row : row + len(prompt.candidates)]
-        row += len(prompt.candidates)
-    return out

@@ -32,7 +32,9 @@ class TrainedModules:
     def __init__(self, model: nn.Module, population: Population, scaling: float) -> None:
         self.model, self.population, self.scaling = model, population, scaling
         self.names = catalog.canonical_names(model)
-        self.head = output_head(model)
+        getter = getattr(model, "get_output_embeddings", None)
+        self.head: nn.Module | None = getter() if getter else None
+        """The linear layer that turns hidden states into logits of the vocabulary, if the model has one."""
         leaves = (module for module in model.modules() if not list(module.children()))
         self._in_leaves = {id(parameter) for leaf in leaves for parameter in leaf.parameters(recurse=False)}
 
@@ -66,9 +68,3 @@ class TrainedModules:
             if any(name in trained for name in (*lora_names(f"{path}.weight"), *prefix_names(path))):
                 changed.add(module)
         return changed
-
-
-def output_head(model: nn.Module) -> nn.Module | None:
-    """The linear layer that turns hidden states into logits of the vocabulary, if the model has one."""
-    getter = getattr(model, "get_output_embeddings", None)
-    return getter() if getter else None
