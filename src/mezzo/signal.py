@@ -92,12 +92,12 @@ def measure(options: Mapping[str, Any], directions: int = 16, batches: int = 8, 
     return Signal(tuple(rows))
 
 
+# What the scores of an objective are read from, and the options that make an engine read it.
 READOUTS: dict[str, dict[str, str]] = {
     "words": {},
     "vocabulary": {"objective": "vocabulary_cross_entropy"},
     "head": {"readout": "head"},
 }
-"""What the scores of an objective are read from, and the options that make an engine read it."""
 
 
 def _parse_objective(text: str) -> tuple[str, str, float | None]:

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+# scores[probe, example, candidate], on the host. Defined up to one constant per (probe, example).
 Scores = npt.NDArray[np.float32]
-"""scores[probe, example, candidate], on the host. Defined up to one constant per (probe, example)."""
 
 
 Family = Literal["masked", "causal"]

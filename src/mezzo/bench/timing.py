@@ -13,8 +13,8 @@ import torch
 from mezzo.bench.contenders import Step
 from mezzo.bench.memory import TensorMemory
 
+# Steps until everything is compiled and captured; the graph of an update with the following forward comes last.
 WARM_UP = {"cpu": 3, "cuda": 6}
-"""Steps until everything is compiled and captured; the graph of an update with the following forward comes last."""
 SAMPLE_SECONDS = 0.05
 MAX_STEPS_PER_SAMPLE = 20
 

@@ -13,8 +13,8 @@ from mezzo.cli.parser import build_parser
 from mezzo.errors import MezzoError, is_out_of_memory
 from mezzo.journal.atomic_files import json_safe
 
+# Load per core from which on a machine counts as busy.
 BUSY_LOAD = 0.75
-"""Load per core from which on a machine counts as busy."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

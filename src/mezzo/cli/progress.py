@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Observer = Callable[[str, dict[str, Any]], None]
+# All other verdicts are red.
 VERDICT_COLOURS = {"worked": "green", "unclear": "yellow", "not tested": "yellow"}
-"""All other verdicts are red."""
 EVENT_LINES = {
     "encoding": "encoding {examples:,} training examples (--train-limit N takes fewer)",
     "zero-shot": "zero-shot {metric} {value:.1%}, calibrated {calibrated:.1%} (n={n})",
@@ -19,10 +19,10 @@ EVENT_LINES = {
     "worker": "{text}",
     "warning": "warning: {text}",
 }
+# Columns of a terminal from which on there is room for a bar.
 BAR_COLUMNS = 105
-"""Columns of a terminal from which on there is room for a bar."""
+# Examples from which on encoding takes so long that it is announced.
 ANNOUNCED_EXAMPLES = 100_000
-"""Examples from which on encoding takes so long that it is announced."""
 
 
 def show_progress(plain: bool = False) -> contextlib.AbstractContextManager[Observer]:

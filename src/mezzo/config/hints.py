@@ -7,8 +7,8 @@ from collections.abc import Collection
 
 from mezzo.config.run_config import OPTIONS
 
+# From which similarity on a word counts as misspelt: above that of `lora` and `lr`, or `num_train` and `train`.
 SIMILAR = 0.75
-"""From which similarity on a word counts as misspelt: above that of `lora` and `lr`, or `num_train` and `train`."""
 SHORTEST_START = 3
 MOST_HINTS = 2
 

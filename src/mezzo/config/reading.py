@@ -17,8 +17,8 @@ from mezzo.errors import ConfigError
 
 TYPES: dict[str, Any] = typing.get_type_hints(RunConfig)
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+# What is converted to each type; `float` takes what Python's does.
 ACCEPTED: dict[type, Any] = {str: (str, Path), int: (str, int), float: object}
-"""What is converted to each type; `float` takes what Python's does."""
 BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from mezzo.config.option import Option, option
 
+# The commands that use a model without training it.
 USE = ("eval", "predict", "signal")
-"""The commands that use a model without training it."""
 LARGEST_SEED = 2**63 - 1
 
 

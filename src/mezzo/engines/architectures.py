@@ -40,6 +40,7 @@ def _llama_like(name: str) -> dict[str, Part]:
     }
 
 
+# Model type → names of its classes → what they are.
 ARCHITECTURES: Mapping[str, Mapping[str, Part]] = {
     "bert": _bert_like("Bert"),
     "roberta": _bert_like("Roberta"),
@@ -50,29 +51,29 @@ ARCHITECTURES: Mapping[str, Mapping[str, Part]] = {
     "qwen2": _llama_like("Qwen2"),
     "qwen3": _llama_like("Qwen3"),
 }
-"""Model type → names of its classes → what they are."""
 PARTS = {name: part for classes in ARCHITECTURES.values() for name, part in classes.items()}
 
+# The linear layers of an encoder layer in the order they run; those of a group read the same input.
 ENCODER_LINEARS = (
     ("attention.self.query", "attention.self.key", "attention.self.value"),
     ("attention.output.dense",),
     ("intermediate.dense",),
     ("output.dense",),
 )
-"""The linear layers of an encoder layer in the order they run; those of a group read the same input."""
 ENCODER_NORMS = ("attention.output.LayerNorm", "output.LayerNorm")
+# Classes of the activation function x·sigmoid(x).
 SILU = ("SiLU", "SiLUActivation")
-"""Classes of the activation function x·sigmoid(x)."""
+# Attention implementations that take any number of queries and a mask for each of them.
 ATTENTION_FUNCTIONS = ("sdpa", "eager")
-"""Attention implementations that take any number of queries and a mask for each of them."""
+# Linear layers that read the output of their siblings, never the input that those share, even where both are equally
+# wide.
 OUTPUT_LINEARS = ("o_proj", "out_proj", "down_proj", "fc2", "dense", "dense_4h_to_h")
-"""Linear layers that read the output of their siblings, never the input that those share, even where both are equally wide."""
 
 WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "keep_window_size")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+# Parts of the model types that count positions from the one after their padding id.
 POSITIONS_AFTER_PADDING = ("roberta", "camembert", "longformer", "mpnet")
-"""Parts of the model types that count positions from the one after their padding id."""
 
 
 def part_of(module: object) -> Part | None:

@@ -17,10 +17,10 @@ from mezzo.engines.architectures import positions_follow_padding
 from mezzo.errors import ModelError, nearest
 from mezzo.types import Family
 
+# What the names of bundled models begin with, and their folder.
 BUNDLED, MODELS = "mezzo/", resources.files("mezzo") / "bundled" / "models"
-"""What the names of bundled models begin with, and their folder."""
+# Files of which a tokenizer has one, whoever wrote it.
 VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab*", "*.model", "*.tiktoken")
-"""Files of which a tokenizer has one, whoever wrote it."""
 
 
 def bundled_models() -> tuple[str, ...]:

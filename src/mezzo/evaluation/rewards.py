@@ -17,8 +17,8 @@ from mezzo.types import Batch, Probe, Prompt, Question
 
 Reward = Callable[[str, Prompt], float]
 Decode = Callable[[Sequence[int]], str]
+# Token ids by probe and example, as `Engine.generate` returns them.
 Continuations = Sequence[Sequence[Sequence[int]]]
-"""Token ids by probe and example, as `Engine.generate` returns them."""
 
 
 def text_reward(function: Reward) -> Reward:
@@ -40,8 +40,8 @@ def exact_match(text: str, prompt: Prompt) -> float:
     return float(any(_words(text) == _words(answer) for answer in prompt.answers))
 
 
+# What the metrics of a generation task mean, as rewards of one text.
 TEXT_METRICS: dict[str, Reward] = {"f1": text_f1}
-"""What the metrics of a generation task mean, as rewards of one text."""
 
 
 def first_lines(continuations: Continuations, decode: Decode) -> list[list[str]]:

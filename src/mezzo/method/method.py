@@ -13,8 +13,8 @@ from mezzo.method.objectives import Losses, Objective
 from mezzo.method.optimizers import Optimizer
 from mezzo.types import DeviceStep, Question, Slope, StepRecord, Update
 
+# One step as a coroutine: it yields questions, is sent each one's answer, and returns the record of the step.
 Questions: TypeAlias = Generator[Question, Any, StepRecord]
-"""One step as a coroutine: it yields questions, is sent each one's answer, and returns the record of the step."""
 
 
 class Method(Protocol):

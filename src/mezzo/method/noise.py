@@ -28,10 +28,10 @@ import numpy.typing as npt
 from mezzo.errors import ConfigError, nearest
 
 VERSION = "philox4x64-10/1"
+# The distribution of dense noise: a key of BITS.
 Kind: TypeAlias = str
-"""The distribution of dense noise: a key of BITS."""
+# Bits of the stream that one element takes.
 BITS: dict[Kind, int] = {"rademacher": 1, "gaussian": 16}
-"""Bits of the stream that one element takes."""
 KINDS: tuple[Kind, ...] = tuple(BITS)
 TABLE_SHA256 = "87d2297bd6f503ad"
 Floats = npt.NDArray[np.float32]
@@ -139,8 +139,8 @@ def _normals(raw: Bytes, start: int, stop: int) -> Floats:
     return quantiles()[raw.view("<u2")[start:stop] >> 4]
 
 
+# Packed bytes to elements [start, stop).
 _DECODERS: dict[Kind, Callable[[Bytes, int, int], Floats]] = {"rademacher": _signs, "gaussian": _normals}
-"""Packed bytes to elements [start, stop)."""
 
 
 def factors(seed: int, name: str, shape: tuple[int, int], rank: int) -> tuple[Floats, Floats]:

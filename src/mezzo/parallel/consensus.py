@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 WorkerId = TypeVar("WorkerId")
+# Largest difference between two workers' scores of one unit, relative to their size; identical machines do not
+# differ.
 TOLERANCE = 1e-3
-"""Largest difference between two workers' scores of one unit, relative to their size; identical machines do not differ."""
 
 
 def scores_agree(values_a: Any, values_b: Any) -> bool:

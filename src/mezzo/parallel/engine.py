@@ -19,10 +19,10 @@ from mezzo.parallel.stats import WorkStats
 from mezzo.parallel.update_log import UpdateLog
 from mezzo.types import Batch, Probe, Scores, Update
 
+# Times that disagreeing workers are rebuilt before the run gives up.
 MAX_REBUILD_ROUNDS = 4
-"""Times that disagreeing workers are rebuilt before the run gives up."""
+# Examples that the check before step 1 uses.
 CHECK_EXAMPLES = 16
-"""Examples that the check before step 1 uses."""
 
 MakeCalls = Callable[[Sequence[WorkUnit]], list[EngineCall]]
 

@@ -13,10 +13,10 @@ from mezzo.engines.registry import EngineInfo
 from mezzo.errors import MezzoError, RunFailed
 from mezzo.types import MicroBatch, TrainedTensor, Update
 
+# A method of the engine, or `catch_up`: replay the updates and no more.
 RequestKind = Literal["score", "generate", "check", "digest", "state", "catch_up"]
-"""A method of the engine, or `catch_up`: replay the updates and no more."""
+# Requests whose arguments are engine calls, the micro-batch and further options.
 UNIT_WORK: tuple[RequestKind, ...] = ("score", "generate")
-"""Requests whose arguments are engine calls, the micro-batch and further options."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from mezzo.parallel.stats import WorkStats
 from mezzo.types import Batch, Scores
 
 WorkerId = TypeVar("WorkerId")
+# Non-finite results of one unit after which the last is accepted even if no two are equal.
 MAX_OPINIONS = 3
-"""Non-finite results of one unit after which the last is accepted even if no two are equal."""
 
 
 class MalformedReply(Exception):

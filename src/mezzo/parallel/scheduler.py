@@ -14,13 +14,13 @@ from mezzo.parallel.messages import Failure, Reply
 from mezzo.parallel.results import MalformedReply, UnitResults
 from mezzo.parallel.supervisor import Supervisor, WorkerHandle
 
+# A unit is offered to others after this multiple of its expected time, at least these seconds. Only workers with
+# nothing else to do take it: units that wait in the queue come first.
 LATE_FACTOR, MIN_LATE_SECONDS = 2.0, 0.25
-"""A unit is offered to others after this multiple of its expected time, at least these seconds. Only workers with nothing else
-to do take it: units that wait in the queue come first."""
+# Its worker is replaced after these, unless --worker-timeout is set.
 TIMEOUT_FACTOR, MIN_TIMEOUT = 40.0, 60.0
-"""Its worker is replaced after these, unless --worker-timeout is set."""
+# The timeout while nothing has been measured.
 FIRST_TIMEOUT = 600.0
-"""The timeout while nothing has been measured."""
 
 
 class Throughput:

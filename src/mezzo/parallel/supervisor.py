@@ -14,11 +14,11 @@ from mezzo.parallel.stats import WorkStats
 from mezzo.parallel.transports.base import Transport, WorkerConnection, WorkerLost
 from mezzo.parallel.update_log import UpdateLog
 
+# Seconds for loading a model and for catching up; the run waits for it only if there is no other worker.
 START_TIMEOUT = 1800.0
-"""Seconds for loading a model and for catching up; the run waits for it only if there is no other worker."""
 MAX_START_DELAY = 30.0
+# Consecutive losses, per worker, after which the run ends.
 MAX_LOSSES_PER_WORKER = 4
-"""Consecutive losses, per worker, after which the run ends."""
 
 
 @dataclass(eq=False)

@@ -15,8 +15,8 @@ from functools import partial
 from mezzo.reports.metrics import RecordedEvaluation
 from mezzo.reports.run_data import RunData
 
+# Most points of a line; more are aggregated, because no screen shows them.
 BUCKETS = 100
-"""Most points of a line; more are aggregated, because no screen shows them."""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from mezzo.runs.folder import METRICS, Folder
 from mezzo.runs.health import Verdict, verdict
 from mezzo.types import StepRecord
 
+# An unfinished run counts as running for this long after its last line of metrics.
 RUNNING_SECONDS = 120
-"""An unfinished run counts as running for this long after its last line of metrics."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from mezzo.reports.charts import run_charts
 from mezzo.reports.metrics import Event, RecordedEvaluation, finite_number
 from mezzo.reports.run_data import RunData
 
+# Mistakes that are visible without expanding the rest.
 VISIBLE_MISTAKES = 8
-"""Mistakes that are visible without expanding the rest."""
 METHOD_OPTIONS = ("objective", "lr", "schedule", "eps", "batch_size", "samples", "noise", "weight_decay", "seed")
 
 

@@ -33,10 +33,10 @@ from mezzo.runs.trainer import Limits, MeZOTrainer
 from mezzo.tasks import Task, get_task
 from mezzo.types import Batch
 
+# What may change when a run goes on: its limits and its machine.
 RESUMABLE = option_names(resumable=True)
-"""What may change when a run goes on: its limits and its machine."""
+# The user's own objective, given in Python.
 Function = ObjectiveFunction | Reward
-"""The user's own objective, given in Python."""
 
 
 def new_run(

@@ -17,8 +17,8 @@ from mezzo.method import noise
 from mezzo.tasks import MLMConfig, Task, bundled_data, get_task, k_shot, load_examples
 from mezzo.types import Example, Family
 
+# Share of the training data that becomes dev when no dev data is given.
 HELD_OUT = 0.1
-"""Share of the training data that becomes dev when no dev data is given."""
 LARGEST_HELD_OUT = 500
 
 

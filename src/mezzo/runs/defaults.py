@@ -34,8 +34,8 @@ PUBLISHED: dict[tuple[str, str], dict[str, float]] = {
 NOISE = {"float32": "rademacher", "float16": "rademacher", "bfloat16": "lowrank"}
 
 
+# The settings file beside a model's weights.
 SETTINGS = "mezzo.json"
-"""The settings file beside a model's weights."""
 
 
 def model_settings(model: str) -> dict[str, Any]:

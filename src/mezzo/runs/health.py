@@ -11,12 +11,12 @@ from typing import Any, Literal
 from mezzo.method.objectives import OBJECTIVES
 
 Kind = Literal["diverging", "no signal", "overfitting"]
+# Steps whose median counts as the present loss when divergence is checked.
 RECENT = 10
-"""Steps whose median counts as the present loss when divergence is checked."""
+# Steps whose mean counts as the training loss around a step, for comparison with dev.
 WINDOW = 50
-"""Steps whose mean counts as the training loss around a step, for comparison with dev."""
+# Consecutive steps without any slope after which there is no signal.
 ZERO_SLOPES = 20
-"""Consecutive steps without any slope after which there is no signal."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from mezzo.evaluation.evaluate import DetailedEvaluation, probabilities
 from mezzo.tasks import Task
 from mezzo.types import Example
 
+# Mistakes that are kept, and characters of a text that are kept.
 MAX_ROWS, MAX_CHARACTERS = 50, 600
-"""Mistakes that are kept, and characters of a text that are kept."""
 
 
 def list_mistakes(examples: Sequence[Example], detail: DetailedEvaluation, task: Task) -> list[dict[str, Any]]:

@@ -28,8 +28,8 @@ from mezzo.runs.setup import Setup
 from mezzo.runs.trainer import MeZOTrainer
 from mezzo.types import StepRecord
 
+# After this many steps, an expected movement of the weights below this share of their size is warned about.
 SLOW_CHECK_STEP, SLOW_SHARE = 50, 1e-3
-"""After this many steps, an expected movement of the weights below this share of their size is warned about."""
 
 
 @dataclass(repr=False)

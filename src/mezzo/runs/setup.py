@@ -229,10 +229,10 @@ def _absolute_paths(config: RunConfig) -> dict[str, str]:
     return {name: os.path.abspath(path) for name, path in paths.items() if path and os.path.exists(path)}
 
 
+# An ordinary text, whose keys and values a prefix starts from.
 PREFIX_TEXT = (
     "It was late when the train came in. A few people stood on the platform with their bags, looking for a face they knew, "
     "and an old man with a dog walked slowly up and down. The rain had stopped, the lamps were lit, and from the small "
     "station house came the sound of a radio on which somebody was telling a story about the sea. Nobody listened to it. "
     "When the doors opened, everyone began to talk at once: about the journey, the weather, the price of a cup of tea."
 )
-"""An ordinary text, whose keys and values a prefix starts from."""

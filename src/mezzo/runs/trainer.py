@@ -20,8 +20,8 @@ from mezzo.method.method import Method, Questions, answer_questions
 from mezzo.replay.snapshots import Snapshots
 from mezzo.types import DeviceStep, Question, StepRecord
 
+# Consecutive steps without a finite loss after which a run gives up.
 MAX_SKIPS = 20
-"""Consecutive steps without a finite loss after which a run gives up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from typing import Any
 
 from mezzo.errors import DataError
 
+# Longest line in bytes. A longer one belongs to some other kind of file, and would fill the memory.
 MAX_LINE = 10_000_000
-"""Longest line in bytes. A longer one belongs to some other kind of file, and would fill the memory."""
+# Bytes that a file may have, or unpack to, when it can only be read as a whole.
 MAX_TABLE = 2**30
-"""Bytes that a file may have, or unpack to, when it can only be read as a whole."""
 
 Row = Mapping[str, Any]
 Cells = list[str]
@@ -173,6 +173,7 @@ def _read_parquet(path: Path, _: str) -> Table:
     return Table(str(path), rows, "row", _label_names(table.schema.metadata or {}))
 
 
+# Readers by suffix, in order of preference where a folder has a split in several formats.
 READERS: dict[str, Callable[[Path, str], Table | RawTable]] = {
     ".jsonl": _read_jsonl,
     ".ndjson": _read_jsonl,
@@ -182,7 +183,6 @@ READERS: dict[str, Callable[[Path, str], Table | RawTable]] = {
     ".txt": _read_txt,
     ".parquet": _read_parquet,
 }
-"""Readers by suffix, in order of preference where a folder has a split in several formats."""
 
 
 def _unquote(cell: str) -> str:

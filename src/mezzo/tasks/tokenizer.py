@@ -10,8 +10,8 @@ from mezzo.errors import TaskError
 
 Ids = tuple[int, ...]
 
+# Short texts to try a tokenizer with: a small vocabulary may lack some of them.
 _SAMPLE_TEXTS = ("a", "e", "0", "(", "x", ".", "t", "s", "i", "o", "n")
-"""Short texts to try a tokenizer with: a small vocabulary may lack some of them."""
 _NO_LIMIT = 1_000_000  # a tokenizer without a limit reports an astronomically large one
 
 

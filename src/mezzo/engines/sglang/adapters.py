@@ -21,8 +21,8 @@ from mezzo.errors import ModelError
 from mezzo.method.space import Space, lora_names
 from mezzo.types import Probe, TrainedTensor, Update
 
+# The two signs of a direction, each an adapter of one batch.
 PROBES_PER_FORWARD = 2
-"""The two signs of a direction, each an adapter of one batch."""
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
+# SGLang's fused modules and the Hugging Face modules they hold, in the order of their rows.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""SGLang's fused modules and the Hugging Face modules they hold, in the order of their rows."""
 ENCODER_LAYER = re.compile(r"roberta\.encoder\.layer\.(\d+)\.(.+)")
+# Modules of a RoBERTa layer and their names in this package's own model (`models.roberta`).
 ENCODER_PROJECTIONS = {
     "attention.self.query": "q_proj",
     "attention.self.key": "k_proj",
@@ -15,7 +16,6 @@ ENCODER_PROJECTIONS = {
     "intermediate.dense": "mid_proj",
     "output.dense": "down_proj",
 }
-"""Modules of a RoBERTa layer and their names in this package's own model (`models.roberta`)."""
 
 
 def module_of(tensor: str) -> str:

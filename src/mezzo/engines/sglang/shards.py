@@ -58,8 +58,8 @@ def layer_shards(path: str, layer: Any) -> Iterator[Shard]:
         offset += count
 
 
+# (first global row, number of rows) of each matrix in the layer, and the range of global columns.
 Layout = tuple[list[tuple[int, int]], tuple[int, int]]
-"""(first global row, number of rows) of each matrix in the layer, and the range of global columns."""
 
 
 def _qkv(layer: Any) -> Layout:

@@ -11,8 +11,8 @@ from mezzo.method.space import Space
 from mezzo.types import TrainedTensor
 
 TRAINABLE_SPACES = ENGINES["sglang"].spaces
+# The modules that SGLang's adapters reach; `mid_proj` exists only in this package's own encoder.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "mid_proj")
-"""The modules that SGLang's adapters reach; `mid_proj` exists only in this package's own encoder."""
 
 
 def refuse_head(classes: int) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 
 from mezzo.types import Batch, Scores
 
+# Tokens that several rows must have in common before computing them once is worth a forward of its own.
 MIN_SHARED_TOKENS = 16
-"""Tokens that several rows must have in common before computing them once is worth a forward of its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ import re
 
 from mezzo.errors import ConfigError
 
+# The supported range. CI runs the newest; where the oldest differs is known from its source, and detected.
 OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
-"""The supported range. CI runs the newest; where the oldest differs is known from its source, and detected."""
 
 INSTALL = (
     "pip install 'mezzo[sglang]' beside a GPU; without one, scripts/sglang_env/build.sh FOLDER makes an environment "

@@ -61,11 +61,12 @@ def _reads_last_token(model: Any) -> bool:
     return "pad_token_id" in inspect.getsource(type(model).forward)
 
 
+# More rows share more of what is done once a micro-batch, and pad more; the best of 4, 8 and 16, for equal and mixed
+# lengths.
 CPU_ROWS, CPU_WASTE = 16, 0.1
-"""More rows share more of what is done once a micro-batch, and pad more; the best of 4, 8 and 16, for equal and mixed lengths."""
+# An LM head behind cached layers reads one position of each example: many of them are little work, and threads that
+# wait for each other cost more than they gain (ten times more where another process uses one of the cores).
 HEAD_ROWS, HEAD_THREADS = 256, 1
-"""An LM head behind cached layers reads one position of each example: many of them are little work, and threads that wait for
-each other cost more than they gain (ten times more where another process uses one of the cores)."""
 
 
 def choose_micro_batch(rows: int, fewer: bool, device: str) -> MicroBatch:

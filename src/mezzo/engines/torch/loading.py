@@ -19,8 +19,8 @@ from mezzo.errors import ConfigError, ModelError
 from mezzo.method import noise
 from mezzo.types import Family
 
+# Parameters that may be missing from any file: a fresh head is made, not read.
 SPARE = 2**24
-"""Parameters that may be missing from any file: a fresh head is made, not read."""
 
 
 def load_model(

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mezzo.errors import ConfigError, RunFailed
 
+# How long a rank waits for the next request: in between the driver may evaluate or save for as long as it takes.
 REQUEST_TIMEOUT = timedelta(days=7)
-"""How long a rank waits for the next request: in between the driver may evaluate or save for as long as it takes."""
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 
 

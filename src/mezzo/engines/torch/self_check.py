@@ -25,9 +25,9 @@ from mezzo.types import Batch, MicroBatch, Probe, Scores, TrainedTensor
 if TYPE_CHECKING:
     from mezzo.engines.torch.engine import TorchEngine
 
+# By the type computed in, the largest difference allowed: as a share of the scores, for their rounding, and of the
+# perturbation's effect.
 TOLERANCE = {torch.float32: (1e-4, 1e-3), torch.float16: (1e-2, 2e-2), torch.bfloat16: (5e-2, 1e-1)}
-"""By the type computed in, the largest difference allowed: as a share of the scores, for their rounding, and of the
-perturbation's effect."""
 
 
 def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:

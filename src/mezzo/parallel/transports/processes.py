@@ -19,8 +19,8 @@ from typing import cast
 
 from mezzo.parallel.transports.base import WorkerConnection, WorkerLost
 
+# Seconds after which a worker that stops in the middle of a message counts as lost: it must not block the driver.
 MESSAGE_TIMEOUT = 20
-"""Seconds after which a worker that stops in the middle of a message counts as lost: it must not block the driver."""
 
 
 class ProcessConnection:

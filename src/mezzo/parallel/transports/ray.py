@@ -13,8 +13,9 @@ from mezzo.parallel.messages import WorkerSpec
 from mezzo.parallel.transports.base import WorkerConnection, WorkerLost
 from mezzo.parallel.worker import WorkerServer
 
+# If it is 0 before Ray is imported, all of Ray's servers listen on 127.0.0.1 only, on every system, instead of
+# 0.0.0.0.
 LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""If it is 0 before Ray is imported, all of Ray's servers listen on 127.0.0.1 only, on every system, instead of 0.0.0.0."""
 
 
 class WorkerActor:

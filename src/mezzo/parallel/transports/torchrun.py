@@ -10,8 +10,8 @@ from typing import ClassVar
 from mezzo.parallel.messages import deserialize, serialize
 from mezzo.parallel.worker import WorkerServer
 
+# Seconds for a rank's reply, unless --worker-timeout is set.
 DEFAULT_TIMEOUT = 1800.0
-"""Seconds for a rank's reply, unless --worker-timeout is set."""
 
 
 def launched_this_process() -> bool:

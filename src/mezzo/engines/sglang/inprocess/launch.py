@@ -23,8 +23,8 @@ from mezzo.engines.sglang.model_facts import ModelFacts
 from mezzo.engines.sglang.module_names import module_of, sglang_path
 from mezzo.errors import ConfigError, ModelError, RunFailed
 
+# Size of the key-value cache: enough for a large batch; SGLang lowers it where a GPU has less memory.
 CACHE_TOKENS = {"cpu": 65_536, "cuda": 1_048_576}
-"""Size of the key-value cache: enough for a large batch; SGLang lowers it where a GPU has less memory."""
 
 
 def start(spec: EngineSpec, shape: AdapterShape | None) -> tuple[Any, list[Any]]:

@@ -26,8 +26,8 @@ from mezzo.engines.sglang.token_rows import TokenCounts, TokenRow, token_rows, w
 from mezzo.errors import ConfigError, ModelError, RunFailed
 from mezzo.types import Batch, Probe, Readout, Scores, Update
 
+# How far a server's log-probabilities may differ from the checkpoint's.
 LOGPROB_TOLERANCE, LOGPROB_TOLERANCE_16_BIT = 1e-3, 0.2
-"""How far a server's log-probabilities may differ from the checkpoint's."""
 
 
 class ServerEngine(SGLangEngine):

@@ -16,10 +16,10 @@ from mezzo.engines.sglang.adapters import AdapterShape
 from mezzo.engines.sglang.versions import refuse_version
 from mezzo.errors import ConfigError, RunFailed
 
+# Seconds for one answer: a large batch on a busy server takes long, a lost server never answers.
 TIMEOUT = 900.0
-"""Seconds for one answer: a large batch on a busy server takes long, a lost server never answers."""
+# Seconds that a server may take to finish its requests before it empties its prefix cache.
 FLUSH_TIMEOUT = 60
-"""Seconds that a server may take to finish its requests before it empties its prefix cache."""
 
 
 class Replica:

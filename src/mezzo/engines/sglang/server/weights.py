@@ -17,8 +17,8 @@ from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.types import Probe, Update
 
 AdapterTensors = dict[str, Tensor]
+# Sends named tensors to the loader of every server.
 WriteWeights = Callable[[Sequence[tuple[str, Tensor]]], None]
-"""Sends named tensors to the loader of every server."""
 
 
 class FrozenModel:

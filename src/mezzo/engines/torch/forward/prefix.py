@@ -23,10 +23,10 @@ from mezzo.errors import ModelError
 from mezzo.method.space import prefix_names
 from mezzo.types import TensorInfo
 
+# Names of our attention functions: this, then the name of the function that does the work.
 REGISTERED = "mezzo_prefix_"
-"""Names of our attention functions: this, then the name of the function that does the work."""
+# Attribute of an attention module: a function from a number of rows to their prefix keys and values.
 SOURCE = "mezzo_prefix"
-"""Attribute of an attention module: a function from a number of rows to their prefix keys and values."""
 
 KeyValue = tuple[Tensor, Tensor]
 Source = Callable[[int], KeyValue]

@@ -25,8 +25,8 @@ from mezzo.engines.torch.gpu.kernels import encoder, lowrank, norms
 from mezzo.engines.torch.gpu.lowrank_layers import LowRankLinear, find_factors, join_factors
 
 NAME = "encoder kernels"
+# Lines below weights come in multiples of this, so that rows of a product begin where kernels read whole vectors.
 LINES = 16
-"""Lines below weights come in multiples of this, so that rows of a product begin where kernels read whole vectors."""
 
 
 def choose(path: str, module: Any, modules: TrainedModules, cached: Collection[nn.Module]) -> Choice | None:

@@ -20,17 +20,17 @@ from mezzo.method import noise
 from mezzo.method.rounding import stream_name
 from mezzo.types import TrainedTensor
 
+# Signs of a factor's row that fit into the kernel's number; noise of a higher rank is left to plain torch.
 MAX_RANK = 32
-"""Signs of a factor's row that fit into the kernel's number; noise of a higher rank is left to plain torch."""
 DTYPES = {torch.float32: rounding.FLOAT32, torch.bfloat16: rounding.BFLOAT16, torch.float16: rounding.FLOAT16}
+# Launch of kernels that generate noise: as many chunks of 64 elements as threads, so that each thread generates one.
 GENERATE = {"CHUNKS": 128, "num_warps": 4}
-"""Launch of kernels that generate noise: as many chunks of 64 elements as threads, so that each thread generates one."""
+# Launch of kernels that read ±1 noise from memory: each thread generates the rounding bits of sixteen elements.
 READ = {"CHUNKS": 32, "num_warps": 4}
-"""Launch of kernels that read ±1 noise from memory: each thread generates the rounding bits of sixteen elements."""
+# Elements. Stacked matrices whose sizes are multiples of it have their signs one behind the other without a gap.
 STACK_ALIGN = ALIGN * matrices.WORDS_PER_PROGRAM
-"""Elements. Stacked matrices whose sizes are multiples of it have their signs one behind the other without a gap."""
+# A product and a sum are rounded separately, as everywhere else.
 NO_FMA = {"enable_fp_fusion": False}
-"""A product and a sum are rounded separately, as everywhere else."""
 WORDS_BLOCK = 256
 
 

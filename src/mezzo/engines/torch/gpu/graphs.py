@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from mezzo.engines.torch.engine import TorchEngine
 
 Forward = TypeVar("Forward", bound=CapturedForward)
+# Each takes a few megabytes beside the memory that all share.
 MAX_SHAPES = 32
-"""Each takes a few megabytes beside the memory that all share."""
 
 
 class Graphs:

@@ -15,8 +15,8 @@ from mezzo.engines.torch.weights.noise import ALIGN
 from mezzo.method import noise, rounding
 from mezzo.types import TrainedTensor
 
+# Elements whose ±1 noise is in memory at a time: 4 MiB for each direction.
 MAX_SIGN_ELEMENTS = 2**25
-"""Elements whose ±1 noise is in memory at a time: 4 MiB for each direction."""
 Matrix = tuple[TrainedTensor, Tensor]
 
 
@@ -63,8 +63,8 @@ class UpdateLaunch:
     """[matrices, ENTRY_WORDS]"""
 
 
+# Matrices whose noise is generated together, and then read by one launch after the other.
 NoiseGroup = tuple[SignLayout, list[UpdateLaunch]]
-"""Matrices whose noise is generated together, and then read by one launch after the other."""
 
 
 def group_matrices(every: Sequence[Matrix], device: torch.device) -> list[NoiseGroup]:

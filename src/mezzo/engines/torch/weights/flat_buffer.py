@@ -12,8 +12,8 @@ from torch import Tensor
 from mezzo.engines.torch.weights.noise import ALIGN
 from mezzo.types import TrainedTensor
 
+# A matrix with more elements is perturbed on its own.
 MAX_SMALL_ELEMENTS = 64 * 1024
-"""A matrix with more elements is perturbed on its own."""
 
 
 def is_large(trained: TrainedTensor, tensor: Tensor) -> bool:

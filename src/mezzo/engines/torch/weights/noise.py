@@ -14,10 +14,11 @@ from mezzo.errors import ConfigError
 from mezzo.method import noise, rounding
 
 MAX_CACHED_BYTES = 16 * 2**20
+# A longer stream is generated in parts and not cached: noise must not take as much memory as the weights.
 MAX_CACHED_STREAM_BYTES = MAX_CACHED_BYTES // 4
-"""A longer stream is generated in parts and not cached: noise must not take as much memory as the weights."""
+# Elements. Tensors in a flat buffer start at multiples of it, so that each starts with a whole word of any kind of
+# noise.
 ALIGN = 64
-"""Elements. Tensors in a flat buffer start at multiples of it, so that each starts with a whole word of any kind of noise."""
 
 
 class NoiseSource:

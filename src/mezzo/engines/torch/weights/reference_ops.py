@@ -18,10 +18,10 @@ from mezzo.engines.torch.weights.rounding import store_rounded
 from mezzo.method import noise, rounding
 from mezzo.types import TrainedTensor, Update
 
+# What the cache of a core holds.
 CPU_CHUNK_ELEMENTS = 2**18
-"""What the cache of a core holds."""
+# Enough to keep another device busy.
 DEVICE_CHUNK_ELEMENTS = 2**24
-"""Enough to keep another device busy."""
 
 
 class ReferenceOps:

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# Scores of one member that the kernel can hold, with rows and classes each rounded up to a power of two.
 MAX_SCORES = 8192
-"""Scores of one member that the kernel can hold, with rows and classes each rounded up to a power of two."""
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
+# Numbers of an outcome: both losses, keep and the coefficient.
 OUTCOME_SIZE = 4
-"""Numbers of an outcome: both losses, keep and the coefficient."""
 
 
 @triton.jit

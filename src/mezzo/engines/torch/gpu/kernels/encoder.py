@@ -14,8 +14,8 @@ from torch import Tensor
 from mezzo.engines.torch.gpu.kernels.lowrank import LowRankTerm, add_up_projection, dot, no_term
 from mezzo.engines.torch.gpu.kernels.norms import gelu_value
 
+# The longest row whose attention is one block. Exact float32 products take many more registers.
 MAX_TOKENS = {torch.float32: 32, torch.bfloat16: 128, torch.float16: 128}
-"""The longest row whose attention is one block. Exact float32 products take many more registers."""
 GELU_LAUNCH = {"ROWS": 32, "COLUMNS_PER_PROGRAM": 128, "num_warps": 4}
 
 

@@ -16,18 +16,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# The fewest columns that the tensor cores take.
 MIN_COLUMNS = 16
-"""The fewest columns that the tensor cores take."""
 DOWN_LAUNCH = {"ROWS": 64, "INNER": 128, "num_warps": 4}
+# The fastest tiles on an H200, for widths 1024 and 4096. With fewer than 64 rows, Triton does not use Hopper's larger
+# instructions for the down-projection.
 UP_LAUNCH = {"ROWS": 64, "OUTER": 64, "num_warps": 4}
-"""The fastest tiles on an H200, for widths 1024 and 4096. With fewer than 64 rows, Triton does not use Hopper's larger
-instructions for the down-projection."""
+# Columns of one launch of the down-projection; more do not fit on a multiprocessor.
 MAX_COLUMNS = 128
-"""Columns of one launch of the down-projection; more do not fit on a multiprocessor."""
+# Programs that keep a GPU busy: the sum of a down-projection is split (split-K) to get so many.
 TARGET_PROGRAMS = 256
-"""Programs that keep a GPU busy: the sum of a down-projection is split (split-K) to get so many."""
+# The fewest summands that are worth a program, and the most splits.
 MIN_SPLIT, MAX_SPLITS = 512, 4
-"""The fewest summands that are worth a program, and the most splits."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Factors:
         return max(MIN_COLUMNS, triton.next_power_of_2(len(self.components) * self.rank))  # type: ignore[no-any-return]
 
 
+# Of an up-projection: t, the strides of its splits and rows; the components, their stride and the offsets of the up-
+# factors; the members' scales; the scaling of low-rank noise.
 Arguments = tuple[Tensor, int, int, Tensor, int, Tensor, Tensor, float]
-"""Of an up-projection: t, the strides of its splits and rows; the components, their stride and the offsets of the up-factors; the
-members' scales; the scaling of low-rank noise."""
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from mezzo.engines.torch.gpu.kernels import philox, rounding
 from mezzo.engines.torch.gpu.kernels.philox import CHUNK, FACTORS, SIGNS
 from mezzo.engines.torch.gpu.kernels.rounding import FLOAT32
 
+# Philox blocks that a program of `generate_signs` generates; the signs of a tensor begin at a multiple of it.
 BLOCKS_PER_PROGRAM = 64
-"""Philox blocks that a program of `generate_signs` generates; the signs of a tensor begin at a multiple of it."""
 WORDS_PER_PROGRAM = 4 * BLOCKS_PER_PROGRAM
+# Rows that a program of `generate_factors` generates; the signs of a factor begin at a multiple of it.
 FACTOR_ROWS_PER_PROGRAM = 128
-"""Rows that a program of `generate_factors` generates; the signs of a factor begin at a multiple of it."""
+# Words of an entry of `update`'s table, and keys of a tensor in `perturb`.
 ENTRY_WORDS, KEYS_PER_TENSOR = tl.constexpr(6), tl.constexpr(4)
-"""Words of an entry of `update`'s table, and keys of a tensor in `perturb`."""
 
 
 @triton.jit

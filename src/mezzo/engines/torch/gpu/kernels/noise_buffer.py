@@ -16,8 +16,8 @@ from mezzo.engines.torch.weights.noise import ALIGN, quantiles
 from mezzo.method import noise
 
 FILL = {"CHUNKS": 32, "num_warps": 4}
+# Rows of a factor that a program transposes.
 TRANSPOSE_ROWS = 256
-"""Rows of a factor that a program transposes."""
 
 
 @triton.jit

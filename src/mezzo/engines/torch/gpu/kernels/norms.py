@@ -9,8 +9,9 @@ from torch import Tensor
 
 from mezzo.engines.torch.gpu.kernels.lowrank import LowRankTerm
 
+# The largest rank of a low-rank term that a norm adds: it multiplies without the tensor cores, which is faster for so
+# few.
 MAX_TERM_RANK = 8
-"""The largest rank of a low-rank term that a norm adds: it multiplies without the tensor cores, which is faster for so few."""
 
 
 @triton.jit

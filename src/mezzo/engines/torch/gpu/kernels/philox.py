@@ -10,10 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Elements.
 CHUNK = tl.constexpr(64)
-"""Elements."""
+# Kinds of noise: ±1, normal, and the product of two ±1 factors.
 SIGNS, NORMALS, FACTORS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""Kinds of noise: ±1, normal, and the product of two ±1 factors."""
 KINDS = {"rademacher": SIGNS, "gaussian": NORMALS}
 
 
