@@ -173,7 +173,7 @@ def test_unknown_noise_is_refused_everywhere():
         noise.get_noise("gausian")
     with pytest.raises(ConfigError, match="unknown noise None"):
         noise.get_noise(None)
-    for draw in (noise.dense, noise.packed):
+    for draw in (noise.dense, noise.stream_bytes):
         with pytest.raises(ConfigError, match="no dense noise 'cauchy'"):
             draw("cauchy", 1, "w", 0, 8)
 

@@ -56,7 +56,7 @@ def self_check(engine: TorchEngine, batch: Batch, eps: float) -> None:
     if not distance(base[0], alone) <= of_scale * max(1.0, scale):
         raise ModelError(
             f"{type(engine.model).__name__} cannot be trained in batches: a row's scores change by "
-            f"{distance(base[0], alone):.2g} where longer rows stand beside it, because it attends to padding; "
+            f"{distance(base[0], alone):.2g} next to longer rows, because it attends to padding; "
             "use --micro-batch 1 on a CPU, or another model"
         )
 
