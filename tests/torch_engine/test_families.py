@@ -254,7 +254,7 @@ def test_model_that_attends_to_padding_is_refused(name, options):
     """FNet mixes all positions of a row; rotary positions of the "longrope" kind depend on the longest row of a forward."""
     engine = TorchEngine(make(name, options), Space("*[nN]orm*"), pad_id=1)
     batch = Batch(prompts_of((9, 9, 5, 14)), Readout("words", words=(11, 47)))
-    with pytest.raises(MezzoError, match=r"a row's scores change by .* where longer rows stand beside it"):
+    with pytest.raises(MezzoError, match=r"a row's scores change by .* next to longer rows"):
         engine.check(batch, 1e-2)
     alone = TorchEngine(make(name, options), Space("*[nN]orm*"), pad_id=1, micro_batch=MicroBatch(1))
     alone.check(batch, 1e-2)
