@@ -83,11 +83,12 @@ def run(command: list[str], folder: Path, seconds: int = 600) -> tuple[int, str,
     return done.returncode, done.stdout[-4000:], done.stderr[-4000:]
 
 
-def run_blocks(source: Path, blocks: list[tuple[str, int, str]], folder: Path) -> None:
+def run_blocks(source: Path, blocks: list[tuple[str, int, str]], folder: Path) -> tuple[int, str]:
+    """The exit code, and everything that was printed."""
     plan = folder / "plan.json"
     plan.write_text(json.dumps([str(source.relative_to(ROOT)), blocks]))
     code, out, errors = run([sys.executable, "-c", DRIVER, str(plan)], folder)
-    assert code == 0, f"{out}\n{errors}"
+    return code, f"{out}\n{errors}"
 
 
 def lacks_sglang(path: Path) -> bool:
@@ -115,7 +116,8 @@ def test_blocks_of_a_page_run(page, tmp_path):
         if kind == "toml" and (named := re.match(r"# (\S+\.toml)\n", text)):
             (tmp_path / named[1]).write_text(text)
     setup = [("python", 0, SETUP[page.name])] if page.name in SETUP else []
-    run_blocks(page, setup + runnable, tmp_path)
+    code, printed = run_blocks(page, setup + runnable, tmp_path)
+    assert code == 0, printed
 
 
 @pytest.mark.slow
@@ -138,7 +140,8 @@ def test_notebook_runs_and_is_stored_without_outputs(notebook, tmp_path):
     cells = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
     assert cells
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
-    run_blocks(notebook, [("python", 0, "".join(cell["source"])) for cell in cells], tmp_path)
+    code, printed = run_blocks(notebook, [("python", 0, "".join(cell["source"])) for cell in cells], tmp_path)
+    assert code == 0, printed
 
 
 # --- agreement of pages and code

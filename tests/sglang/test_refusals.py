@@ -224,4 +224,4 @@ def test_unsupported_version_is_refused(version):
 
 @pytest.mark.parametrize("version", ["0.5.23", "0.5.17.post1"])
 def test_supported_version_is_accepted(version):
-    refuse_version(version)
+    assert refuse_version(version) is None

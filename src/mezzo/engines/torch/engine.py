@@ -66,7 +66,6 @@ class TorchEngine:
         self.model = (model if self.quantized else model.to(self.device)).eval().requires_grad_(False)
         self.dtype: torch.dtype = self.model.dtype  # type: ignore[assignment]
         """The type of the stored weights. A CPU computes in float32 whatever it is: 16-bit products are slow there."""
-        compute = torch.float32 if self.device.type == "cpu" else self.dtype
         self.micro_batch = micro_batch or MicroBatch(rows=64)
         self.space = space
         self.pad_id = pad_id
@@ -82,18 +81,8 @@ class TorchEngine:
         self.catalogue += tensor_infos(prefixes)
         self.trained: tuple[TrainedTensor, ...] = select(space, self.catalogue)
         self.transposed = {t.name for t in self.catalogue if t.transposed}
-        values = {**dict(self.model.named_parameters()), **stored, **prefixes}
-
-        def initial(t: TrainedTensor) -> Tensor:
-            return values[t.name] if t.name in values else initial_lora_factor(t, seed).to(self.device)
-
-        partners = untrained_partners(space, self.trained, self.catalogue)
-        self.population = Population(
-            [(t, initial(t)) for t in self.trained],
-            NoiseSource(noise_kind, self.device),
-            {t.name: initial(t) for t in partners},
-            compute,
-        )
+        start = {**dict(self.model.named_parameters()), **stored, **prefixes}
+        self.population = self._make_population(start, NoiseSource(noise_kind, self.device), seed)
         modules = TrainedModules(self.model, self.population, space.scaling)
         # Before the parameters become views: a CPU runs no plain forward once they are 16-bit.
         self.frozen_cache = frozen_cache.find(model, modules.changed_by_training(), int(cache_mb * frozen_cache.MIB))
@@ -103,13 +92,7 @@ class TorchEngine:
         self.forward = Forward(self.model, self.population, self.frozen_cache, self.causal)
         self.at_close: Callable[[], None] = lambda: None
         self._last_rows: tuple[Batch, list[PaddedRows]] | None = None
-        self.graphs: Graphs | None = None
-        self.pipeline: Pipeline | None = None
-        if self.device.type == "cuda" and self.population.ops.uses_kernels:
-            from mezzo.engines.torch.gpu import graphs, pipeline
-
-            self.graphs = graphs.Graphs(self)
-            self.pipeline = pipeline.Pipeline(self, self.graphs)
+        self.graphs, self.pipeline = self._make_fast_path()
 
     # ---- the contract
 
@@ -281,6 +264,25 @@ class TorchEngine:
         self_check(self, batch, eps)
 
     # ---- the model's parameters
+
+    def _make_population(self, start: Mapping[str, Tensor], source: NoiseSource, seed: int) -> Population:
+        """The trained tensors at their initial values; `start` has those that do not follow from the seed."""
+
+        def initial(t: TrainedTensor) -> Tensor:
+            return start[t.name] if t.name in start else initial_lora_factor(t, seed).to(self.device)
+
+        partners = untrained_partners(self.space, self.trained, self.catalogue)
+        compute = torch.float32 if self.device.type == "cpu" else self.dtype
+        trained = [(t, initial(t)) for t in self.trained]
+        return Population(trained, source, {t.name: initial(t) for t in partners}, compute)
+
+    def _make_fast_path(self) -> tuple[Graphs | None, Pipeline | None]:
+        if self.device.type != "cuda" or not self.population.ops.uses_kernels:
+            return None, None
+        from mezzo.engines.torch.gpu import graphs, pipeline
+
+        captured = graphs.Graphs(self)
+        return captured, pipeline.Pipeline(self, captured)
 
     def _widen(self) -> Iterator[tuple[str, Tensor]]:
         """Make the model's 16-bit tensors float32 and yield what the parameters were."""
