@@ -167,3 +167,10 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> str:
     rows = [{"text": text, "label": label} for label, texts in SENTENCES.items() for text in texts]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tiny_folder: str, tiny_data: str) -> dict[str, Any]:
+    """Options of a small LoRA run of the tiny model, on one thread of a CPU."""
+    data = {"model": tiny_folder, "task": "sst-2", "train": tiny_data, "dev": tiny_data}
+    return {**data, "space": "lora", "batch_size": 4, "lr": 1e-3, "threads": 1, "device": "cpu"}

@@ -25,22 +25,8 @@ STEPS = 400
 
 
 @pytest.fixture
-def options(tiny_folder: str, tiny_data: str) -> dict[str, Any]:
-    return {
-        "model": tiny_folder,
-        "task": "sst-2",
-        "train": tiny_data,
-        "dev": tiny_data,
-        "space": "lora",
-        "steps": STEPS,
-        "batch_size": 4,
-        "eval_every": 50,
-        "threads": 1,
-        "device": "cpu",
-        "snapshot_minutes": 0.01,
-        "lr": 1e-3,
-        "eps": 1e-2,
-    }
+def options(tiny_run: dict[str, Any]) -> dict[str, Any]:
+    return {**tiny_run, "steps": STEPS, "eval_every": 50, "snapshot_minutes": 0.01, "eps": 1e-2}
 
 
 def resume_options(run: Path) -> dict[str, Any]:

@@ -19,24 +19,8 @@ from mezzo.runs.trainer import MAX_SKIPS
 
 
 @pytest.fixture
-def options(tiny_folder: str, tiny_data: str, tmp_path: Path) -> dict[str, Any]:
-    sizes = {
-        "steps": 24,
-        "batch_size": 4,
-        "eval_every": 24,
-        "threads": 1,
-        "device": "cpu",
-        "out": str(tmp_path / "run"),
-    }
-    return {
-        "model": tiny_folder,
-        "task": "sst-2",
-        "train": tiny_data,
-        "dev": tiny_data,
-        "space": "lora",
-        "lr": 1e-3,
-        **sizes,
-    }
+def options(tiny_run: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    return {**tiny_run, "steps": 24, "eval_every": 24, "out": str(tmp_path / "run")}
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])

@@ -12,24 +12,10 @@ STEPS = 100
 
 
 @pytest.fixture(scope="session")
-def options(tiny_folder: str, tiny_data: str) -> dict[str, Any]:
+def options(tiny_run: dict[str, Any]) -> dict[str, Any]:
     """A run with four work units per step and one thread per worker."""
-    return {
-        "model": tiny_folder,
-        "task": "sst-2",
-        "train": tiny_data,
-        "dev": tiny_data,
-        "space": "lora",
-        "steps": STEPS,
-        "batch_size": 8,
-        "micro_batch": 2,
-        "eval_every": 50,
-        "threads": 1,
-        "device": "cpu",
-        "snapshot_minutes": 0.01,
-        "lr": 1e-3,
-        "eps": 1e-2,
-    }
+    sizes = {"batch_size": 8, "micro_batch": 2, "steps": STEPS, "eval_every": 50}
+    return {**tiny_run, **sizes, "snapshot_minutes": 0.01, "eps": 1e-2}
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mezzo.engines.microbatch import EngineCall, WorkUnit, candidate_count, group_calls, split_into_units
+from mezzo.engines.microbatch import EngineCall, WorkUnit, empty_scores, group_calls, split_into_units
 from mezzo.errors import RunFailed
 from mezzo.parallel.consensus import find_outliers, scores_agree
 from mezzo.parallel.messages import RequestKind, WorkerFacts
@@ -84,7 +84,7 @@ class WorkersEngine(ABC):
 
     def score(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
         self._check_if_due(batch, probes)
-        out = np.full((len(probes), len(batch), candidate_count(batch)), -np.inf, dtype=np.float32)
+        out = empty_scores(batch, len(probes))
         for unit, scores in self._compute("score", batch, probes).items():
             out[unit.probe_start : unit.probe_stop, list(unit.example_indices), : scores.shape[2]] = scores
         return out
