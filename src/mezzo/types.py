@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -171,7 +171,8 @@ class TrainedTensor:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What the journal keeps of a step. `losses` are per probe; a skipped step has no terms and says why."""
+    """What the journal keeps of a step. `losses` are per probe; a skipped step has no terms and says why. `notes` are the
+    figures by which a method decided, and from which it rebuilds what it remembers."""
 
     step: int
     losses: tuple[float, ...]
@@ -179,3 +180,4 @@ class StepRecord:
     update: Update
     lr: float
     skipped: str = ""
+    notes: Mapping[str, float] = field(default_factory=dict)

@@ -96,7 +96,7 @@ class ScoreModel:
     def choose_ridge(self, seed: int) -> tuple[float, float]:
         """The ridge that predicts best what was not fitted, by cross-validation over the examples, and the mean gain that it
         promises there. No forward pass is needed."""
-        ridges = self.mean_curvature() * RIDGES
+        ridges = max(self.mean_curvature(), 1e-12) * RIDGES
         folds = noise.order(seed, "folds", len(self.labels)) % FOLDS
         losses = np.zeros(len(ridges))
         for fold in range(FOLDS):
