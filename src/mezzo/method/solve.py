@@ -1,9 +1,9 @@
 """Solve for the move: a step that uses every score, and needs no learning rate.
 
-A step scores a batch at θ and along n directions, solves for the coefficients of the move in the linear model of these scores
-(`score_model`), and tries the solutions for several degrees of caution on examples that were not fitted. The best one becomes the
-update if it lowers their loss; otherwise the step moves nothing. How many directions and examples a step takes, how wide its finite
-differences are and when to end follow from the steps before.
+A step scores a batch at θ and along n directions, solves for the coefficients of the move in the linear model of these
+scores (`score_model`), and tries the solutions for several degrees of caution on examples that were not fitted. The best one
+becomes the update if it lowers their loss; otherwise the step moves nothing. How many directions and examples a step takes, how
+wide its finite differences are and when to end follow from the steps before.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class StepSize:
 
 
 def plan_step(spent: int, train: int, held_out: int, directions: int = 0, fitted: int = 0) -> StepSize:
-    """The size of the next step, from the example-forwards so far and the numbers of examples; `directions` and `fitted` fix them.
+    """The size of the next step, from the example-forwards so far and the numbers of examples. `directions` and `fitted` fix
+    what they name.
 
     Sizes are powers of two and their middles (64, 96, 128, …): a device then sees few shapes.
     """

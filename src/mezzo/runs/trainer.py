@@ -164,8 +164,8 @@ class MeZOTrainer:
         if self._skips >= MAX_SKIPS:
             self.journal.sync()
             raise RunFailed(
-                f"the loss was not a number for {MAX_SKIPS} steps in a row (last step {record.step}); they did not "
-                "touch the weights. A smaller --eps, or with --method spsa a smaller --lr, usually helps; the journal holds the run up to here"
+                f"the loss was not a number for {MAX_SKIPS} steps in a row (last step {record.step}); they did not touch "
+                "the weights. A smaller --eps, or with --method spsa a smaller --lr, usually helps; the journal holds the run up to here"
             )
 
     def _snapshot_if_due(self) -> None:
