@@ -52,7 +52,9 @@ MASKED: dict[str, tuple[str, dict[str, str], int, str]] = {
 
 # task: a row, the prompt it must give, and the answers in candidate order
 CAUSAL: dict[str, tuple[dict[str, Any], str, list[str]]] = {
-    "sst-2": ({"text": "fun ."}, "fun . It was", ["terrible", "great"]),
+    **{name: ({"text": "fun ."}, "fun . It was", ["terrible", "great"]) for name in ("sst-2", "mr", "cr", "mpqa")},
+    "sst-5": ({"text": "fun ."}, "fun . It was", list(DEGREES.values())),
+    "trec": ({"text": "Who ?"}, "Question: Who ?\nAnswer type:", list(TREC.values())),
     "rte": (
         {"premise": "A.", "hypothesis": "B."},
         'A.\nDoes this mean that "B." is true? Yes or No?\n',

@@ -126,7 +126,11 @@ _FALSE_TRUE: Fields = {
 _QUESTION: Fields = {**_CAUSAL, "kind": "generation", "metric": "f1", "label_column": "answers", "answer_end": "\n"}
 
 CAUSAL: dict[str, Fields] = {
-    "sst-2": {**MASKED["sst-2"], **_CAUSAL, "template": "{text} It was"},
+    **{
+        name: {**MASKED[name], **_CAUSAL, "template": "{text} It was"}
+        for name in ("sst-2", "sst-5", "mr", "cr", "mpqa")
+    },
+    "trec": {**MASKED["trec"], **_CAUSAL, "template": "Question: {text}\nAnswer type:"},
     "reviews": {**MASKED["reviews"], **_CAUSAL, "template": "{text} It was", "words": ("terrible", "great")},
     "rte": {
         **MASKED["rte"],
