@@ -21,18 +21,23 @@ from mezzo.method.objectives import Losses
 from mezzo.method.score_model import Floats, ScoreModel, cross_entropies, logits_of
 from mezzo.types import Batch, DeviceStep, Probe, Question, Scores, StepRecord, Update
 
-# The first step's directions and examples, the most directions of a later one, and the most when all examples are in every batch.
-FIRST_DIRECTIONS, MOST_DIRECTIONS, MOST_ON_FEW = 32, 128, 256
+# Directions of the first step and at most, and at most where every batch holds all examples. With few directions, the largest
+# curvature along them limits the move; first moves are not worth more than a few.
+FIRST_DIRECTIONS, MOST_DIRECTIONS, MOST_ON_FEW = 64, 128, 256
 FIRST_EXAMPLES = 64
-# A step costs this share of all example-forwards before it: early steps are small because little is known, later ones are large
-# because the gradient is smaller than its noise.
-SHARE = 1 / 6
+# A step costs this share of all example-forwards before it, and more after each step that did not help: the gradient becomes
+# smaller than its noise, which more examples average out.
+SHARE, FRUITLESS_GROWTH = 0.15, 1.25
 # The solutions that are tried, as multiples of the ridge that cross-validation prefers: the linear model holds near θ only.
-CAUTIONS = (1.0, 4.0, 16.0, 64.0)
+CAUTIONS = (1.0, 2.0, 4.0, 8.0, 16.0, 64.0)
+# Held-out examples that judge a step at most; where none are held out, as many training examples judge as are fitted.
+MOST_JUDGED = 512
+# The gain that a move must have on held-out examples, in standard errors: they judge every step, so that chance adds up.
+HELD_OUT_MARGIN = 0.5
 # The root mean square by which a probe should change logits. Smaller changes drown in rounding, larger ones are not linear.
 WANTED_CHANGE = {"float32": 0.1, "bfloat16": 0.3, "float16": 0.2}
-# Steps without a gain beyond its standard error after which the run ends.
-FRUITLESS_STEPS = 6
+# The run ends when the mean gain of so many steps is not beyond its standard error.
+FRUITLESS_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +53,19 @@ class StepSize:
         return (1 + self.directions) * self.fitted + (1 + len(CAUTIONS)) * self.judged
 
 
-def plan_step(spent: int, train: int, held_out: int, directions: int = 0, fitted: int = 0) -> StepSize:
-    """The size of the next step, from the example-forwards so far and the numbers of examples. `directions` and `fitted` fix
-    what they name.
+def plan_step(cost: float, train: int, held_out: int, directions: int = 0, fitted: int = 0) -> StepSize:
+    """The size of a step that may cost so many example-forwards, with so many training and held-out examples. `directions` and
+    `fitted` fix what they name.
 
     Sizes are powers of two and their middles (64, 96, 128, …): a device then sees few shapes.
     """
-    cost = max(FIRST_DIRECTIONS * FIRST_EXAMPLES, SHARE * spent)
     count = directions or min(MOST_DIRECTIONS, max(FIRST_DIRECTIONS, _round(cost / FIRST_EXAMPLES)))
     examples = fitted or max(FIRST_EXAMPLES, _round(cost / count))
     most = train if held_out else max(1, train // 2)
     if examples >= most:
         examples = most
-        count = directions or min(MOST_ON_FEW, max(FIRST_DIRECTIONS, _round(cost / examples)))
-    return StepSize(count, examples, min(examples, held_out or train - examples) or examples)
+        count = directions or min(MOST_ON_FEW, max(MOST_DIRECTIONS, _round(cost / examples)))
+    return StepSize(count, examples, min(MOST_JUDGED, held_out) or min(examples, max(1, train - examples)))
 
 
 def _round(value: float) -> int:
@@ -86,15 +90,17 @@ class Solve:
     spent: int = field(init=False, default=0)
     _taken: int = field(init=False, default=0)
     _judged: int = field(init=False, default=0)
+    _fruitless: int = field(init=False, default=0)
+    """Steps since the last one whose gain was beyond its standard error."""
     _gains: list[tuple[float, float]] = field(init=False, default_factory=list)
 
     looks_ahead = False
     """The first question of a step depends on how the step before it ended."""
 
     def step(self, step: int) -> Questions:
-        size = plan_step(
-            self.spent, len(self.train), len(self.held_out) if self.held_out else 0, self.directions, self.examples
-        )
+        cost = SHARE * self.spent * FRUITLESS_GROWTH**self._fruitless
+        held_out = len(self.held_out) if self.held_out else 0
+        size = plan_step(cost, len(self.train), held_out, self.directions, self.examples)
         batch = self.train.take(self._taken, size.fitted)
         seeds = [step_seed(self.seed, step, direction) for direction in range(size.directions)]
         answer = yield Question(batch, (Probe(), *(Probe(((seed, self.eps),)) for seed in seeds)))
@@ -115,7 +121,7 @@ class Solve:
         terms = [tuple(zip(seeds, move.tolist(), strict=True)) for move in moves]
         tried = yield Question(judges, (Probe(), *map(Probe, terms)))
         losses = _losses_per_example(tried, judges)
-        chosen, gain, error = choose_move(losses)
+        chosen, gain, error = choose_move(losses, HELD_OUT_MARGIN if self.held_out else 0.0)
         notes |= {
             "change": float(self.eps * np.sqrt(_centred(model.changes).var())),
             "ridge": ridge,
@@ -151,7 +157,9 @@ class Solve:
         if record.skipped:
             self.eps /= 4
             return
-        self._gains.append((notes["gain"], notes["gain_error"]))
+        gain, error = notes["gain"], notes["gain_error"]
+        self._gains.append((gain, error))
+        self._fruitless = 0 if gain > error else self._fruitless + 1
         ratio = WANTED_CHANGE[self.dtype] / notes["change"] if notes["change"] > 0 else 4.0
         self.eps *= 2.0 ** max(-2, min(2, round(math.log2(ratio))))
 
@@ -159,7 +167,8 @@ class Solve:
     def finished(self) -> str:
         """Why no further step is worth its cost; empty while one is."""
         last = self._gains[-FRUITLESS_STEPS:]
-        if len(last) < FRUITLESS_STEPS or any(gain > error for gain, error in last):
+        total, error = sum(max(0.0, gain) for gain, _ in last), math.hypot(*(error for _, error in last))
+        if len(last) < FRUITLESS_STEPS or total > error:
             return ""
         return f"the last {FRUITLESS_STEPS} moves did not help beyond chance"
 
@@ -174,9 +183,9 @@ def make_model(scores: Scores, batch: Batch, eps: float) -> tuple[ScoreModel | N
     return ScoreModel(logits[0], (logits[1:][finite[1:]] - logits[0]) / eps, batch.labels), finite[1:]
 
 
-def choose_move(losses: Floats) -> tuple[int | None, float, float]:
+def choose_move(losses: Floats, margin: float = 0.0) -> tuple[int | None, float, float]:
     """Which move has the lowest loss on the judging examples, [1 + moves, B] with θ itself first: its index, its gain over θ and
-    the standard error of that gain. None: no move is better than staying."""
+    the standard error of that gain. None: no gain is above so many standard errors."""
     means = np.where(np.isfinite(losses).all(axis=1), losses.mean(axis=1), np.inf)
     best = int(means[1:].argmin())
     if not math.isfinite(means[1 + best]) or not math.isfinite(means[0]):
@@ -184,7 +193,7 @@ def choose_move(losses: Floats) -> tuple[int | None, float, float]:
     gains = losses[0] - losses[1 + best]
     error = float(gains.std() / math.sqrt(max(1, len(gains) - 1)))
     gain = float(gains.mean())
-    return (best if gain > 0 else None), gain, error
+    return (best if gain > margin * error else None), gain, error
 
 
 def _losses_per_example(scores: Scores, batch: Batch) -> Floats:
