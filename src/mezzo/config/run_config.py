@@ -71,8 +71,8 @@ class RunConfig:
         at_least=1, commands=("eval", "signal"), reopen="question", aliases=("num_k",))
     data_seed: int | None = option("task", None, "seed of the k-shot sample [the run's seed]",
         at_least=0, at_most=LARGEST_SEED, commands=("eval", "signal"), reopen="question", aliases=("train_set_seed",))
-    id_order: str | None = option("task", None, "whose numbering integer labels follow, where sources differ: hub, lm-bff",
-        choices=("hub", "lm-bff"), commands=USE, reopen="question")
+    id_order: str | None = option("task", None, "whose numbering integer labels follow, where sources differ: hub, lm-bff, csv",
+        choices=("hub", "lm-bff", "csv"), commands=USE, reopen="question")
     columns: tuple[str, ...] = option("task", (),
         "which column of the data is which of the task's, e.g. text=body,label=stars [found by name]",
         pairs="text=body,label=stars", commands=USE, reopen="question")
