@@ -93,6 +93,16 @@ TASKS: dict[str, Fields] = {
         "masked": {"template": T1_FELT, "words": ("hated", "loved")},
         "sample": {"text": "A patient, generous film with a quiet ending."},
     },
+    "questions": {
+        **_TEXT,
+        **_classes(
+            {kind: kind for kind in ("person", "place", "number", "time", "reason", "way", "meaning", "thing")},
+            lm_bff=False,
+        ),
+        "masked": "{text} The answer is a [MASK].",
+        "causal": "Question: {text}\nThe answer is a",
+        "sample": {"text": "Who taught you to whistle like that?"},
+    },
     "subj": {
         **_TEXT,
         **_classes({"subjective": "subjective", "objective": "objective"}, hub=("objective", "subjective")),
