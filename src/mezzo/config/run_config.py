@@ -149,7 +149,7 @@ class RunConfig:
         at_least=0, at_most=LARGEST_SEED, commands=("eval", "signal"))
 
     out: str | None = option("run", None, "run folder [runs/TASK-SPACE-N]", aliases=("output_dir",))
-    eval_every: int | None = option("run", None, 
+    eval_every: int | None = option("run", None,
         "steps between evaluations on dev [a tenth of the run; with solve, as often as they cost little]",
         at_least=1, resumable=True, aliases=("eval_steps",))
     patience: int = option("run", 0, "stop after this many evaluations without improvement; 0 never",

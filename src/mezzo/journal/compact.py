@@ -1,4 +1,4 @@
-"""A journal small enough for an e-mail: its header and each step's coefficients. Seeds follow from the header, losses are left out."""
+"""A journal small enough for an e-mail: its header and the coefficients. Seeds follow from the header, losses are left out."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def logits_of(scores: Scores, batch: Batch) -> Floats:
     Log-probabilities that are not normalised over the candidates, as those of a whole vocabulary, get one more candidate for
     all the rest. Without it their loss would be linear in the scores, and no move too large.
     """
-    logits = np.where(np.isneginf(scores), ABSENT, scores).astype(np.float64)
+    logits = np.where(np.isneginf(scores), ABSENT, scores.astype(np.float64))
     if not is_normalised(batch):
         return logits
     inside = np.minimum(log_sum_exp(logits), -1e-6)

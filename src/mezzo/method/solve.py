@@ -36,8 +36,8 @@ MOST_JUDGED = 512
 HELD_OUT_MARGIN = 0.5
 # The root mean square by which a probe should change logits. Smaller changes drown in rounding, larger ones are not linear.
 WANTED_CHANGE = {"float32": 0.1, "bfloat16": 0.3, "float16": 0.2}
-# The run ends when the mean gain of so many steps is not beyond its standard error.
-FRUITLESS_STEPS = 8
+# The run ends when so many steps together gain no more than chance, or than this share of the loss. They triple what was spent.
+LAST_STEPS, LEAST_GAIN = 8, 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,7 @@ class Solve:
     _fruitless: int = field(init=False, default=0)
     """Steps since the last one whose gain was beyond its standard error."""
     _gains: list[tuple[float, float]] = field(init=False, default_factory=list)
+    _loss: float = field(init=False, default=0.0)
 
     looks_ahead = False
     """The first question of a step depends on how the step before it ended."""
@@ -157,7 +158,7 @@ class Solve:
         if record.skipped:
             self.eps /= 4
             return
-        gain, error = notes["gain"], notes["gain_error"]
+        gain, error, self._loss = notes["gain"], notes["gain_error"], record.losses[0]
         self._gains.append((gain, error))
         self._fruitless = 0 if gain > error else self._fruitless + 1
         ratio = WANTED_CHANGE[self.dtype] / notes["change"] if notes["change"] > 0 else 4.0
@@ -166,11 +167,11 @@ class Solve:
     @property
     def finished(self) -> str:
         """Why no further step is worth its cost; empty while one is."""
-        last = self._gains[-FRUITLESS_STEPS:]
+        last = self._gains[-LAST_STEPS:]
         total, error = sum(max(0.0, gain) for gain, _ in last), math.hypot(*(error for _, error in last))
-        if len(last) < FRUITLESS_STEPS or total > error:
+        if len(last) < LAST_STEPS or total > max(error, LEAST_GAIN * self._loss):
             return ""
-        return f"the last {FRUITLESS_STEPS} moves did not help beyond chance"
+        return f"moves stopped helping: the last {LAST_STEPS} gained {total:.2g}"
 
 
 def make_model(scores: Scores, batch: Batch, eps: float) -> tuple[ScoreModel | None, Sequence[bool]]:

@@ -165,7 +165,7 @@ class MeZOTrainer:
             self.journal.sync()
             raise RunFailed(
                 f"the loss was not a number for {MAX_SKIPS} steps in a row (last step {record.step}); they did not touch "
-                "the weights. A smaller --eps, or a smaller --lr of --method spsa, usually helps; the journal holds the run so far"
+                "the weights. A smaller --eps, or a smaller --lr of --method spsa, usually helps; the journal holds the run"
             )
 
     def _snapshot_if_due(self) -> None:
