@@ -144,17 +144,14 @@ def test_a_gain_must_be_beyond_its_margin():
     assert choose_move(losses)[0] == 0 and choose_move(losses, margin=1.0)[0] is None
 
 
-@pytest.mark.parametrize("train, held_out", [(5000, 0), (96, 96), (32, 32), (20, 2), (3, 0), (1, 1), (700, 80)])
-def test_steps_grow_with_what_was_spent_and_fit_the_data(train, held_out):
-    spent, sizes = 0, []
-    for _ in range(40):
-        sizes.append(plan_step(solve.SHARE * spent, train, held_out))
-        spent += sizes[-1].forwards
+@pytest.mark.parametrize(("train", "held_out"), [(5000, 0), (96, 96), (32, 32), (20, 2), (3, 0), (1, 1), (700, 80)])
+def test_steps_grow_and_fit_the_data(train, held_out):
+    sizes = [plan_step(solve.FIRST_EXAMPLES * solve.GROWTH**step, train, held_out) for step in range(40)]
     assert all(1 <= size.fitted <= train and size.judged >= 1 for size in sizes)
     assert all(size.judged <= (held_out or max(1, train - size.fitted)) for size in sizes)
     costs = [size.forwards for size in sizes]
     assert costs == sorted(costs)
-    assert max(size.directions for size in sizes) <= solve.MOST_ON_FEW
+    assert all(solve.LEAST_DIRECTIONS <= size.directions <= solve.MOST_DIRECTIONS for size in sizes)
 
 
 def test_sizes_can_be_fixed():

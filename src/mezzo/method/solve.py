@@ -21,13 +21,12 @@ from mezzo.method.objectives import Losses
 from mezzo.method.score_model import Floats, ScoreModel, cross_entropies, logits_of
 from mezzo.types import Batch, DeviceStep, Probe, Question, Scores, StepRecord, Update
 
-# Directions of the first step and at most, and at most where every batch holds all examples. With few directions, the largest
-# curvature along them limits the move; first moves are not worth more than a few.
-FIRST_DIRECTIONS, MOST_DIRECTIONS, MOST_ON_FEW = 64, 128, 256
-FIRST_EXAMPLES = 64
-# A step costs this share of all example-forwards before it, and more after each step that did not help: the gradient becomes
-# smaller than its noise, which more examples average out.
-SHARE, FRUITLESS_GROWTH = 0.15, 1.25
+# Examples of the first step; each step whose gain is less than so many standard errors makes the next one larger: the gradient
+# has become smaller than its noise, which more examples average out.
+FIRST_EXAMPLES, GROWTH, CLEAR_GAIN = 64, 1.25, 2.0
+# Directions, as a multiple of the examples, at least and at most. With few directions, the largest curvature along them limits
+# the move; with more than the examples can tell apart, nothing is gained.
+RATIO, LEAST_DIRECTIONS, MOST_DIRECTIONS = 1.0, 64, 256
 # The solutions that are tried, as multiples of the ridge that cross-validation prefers: the linear model holds near θ only.
 CAUTIONS = (1.0, 2.0, 4.0, 8.0, 16.0, 64.0)
 # Held-out examples that judge a step at most; where none are held out, as many training examples judge as are fitted.
@@ -53,18 +52,14 @@ class StepSize:
         return (1 + self.directions) * self.fitted + (1 + len(CAUTIONS)) * self.judged
 
 
-def plan_step(cost: float, train: int, held_out: int, directions: int = 0, fitted: int = 0) -> StepSize:
-    """The size of a step that may cost so many example-forwards, with so many training and held-out examples. `directions` and
-    `fitted` fix what they name.
+def plan_step(wanted: float, train: int, held_out: int, directions: int = 0, fitted: int = 0) -> StepSize:
+    """The size of a step that wants so many examples, with so many training and held-out ones. `directions` and `fitted` fix
+    what they name.
 
     Sizes are powers of two and their middles (64, 96, 128, …): a device then sees few shapes.
     """
-    count = directions or min(MOST_DIRECTIONS, max(FIRST_DIRECTIONS, _round(cost / FIRST_EXAMPLES)))
-    examples = fitted or max(FIRST_EXAMPLES, _round(cost / count))
-    most = train if held_out else max(1, train // 2)
-    if examples >= most:
-        examples = most
-        count = directions or min(MOST_ON_FEW, max(MOST_DIRECTIONS, _round(cost / examples)))
+    examples = min(fitted or _round(wanted), train if held_out else max(1, train // 2))
+    count = directions or min(MOST_DIRECTIONS, max(LEAST_DIRECTIONS, _round(RATIO * wanted)))
     return StepSize(count, examples, min(MOST_JUDGED, held_out) or min(examples, max(1, train - examples)))
 
 
@@ -90,8 +85,8 @@ class Solve:
     spent: int = field(init=False, default=0)
     _taken: int = field(init=False, default=0)
     _judged: int = field(init=False, default=0)
-    _fruitless: int = field(init=False, default=0)
-    """Steps since the last one whose gain was beyond its standard error."""
+    _wanted: float = field(init=False, default=FIRST_EXAMPLES)
+    """Examples that the next step should fit."""
     _gains: list[tuple[float, float]] = field(init=False, default_factory=list)
     _loss: float = field(init=False, default=0.0)
 
@@ -99,9 +94,8 @@ class Solve:
     """The first question of a step depends on how the step before it ended."""
 
     def step(self, step: int) -> Questions:
-        cost = SHARE * self.spent * FRUITLESS_GROWTH**self._fruitless
         held_out = len(self.held_out) if self.held_out else 0
-        size = plan_step(cost, len(self.train), held_out, self.directions, self.examples)
+        size = plan_step(self._wanted, len(self.train), held_out, self.directions, self.examples)
         batch = self.train.take(self._taken, size.fitted)
         seeds = [step_seed(self.seed, step, direction) for direction in range(size.directions)]
         answer = yield Question(batch, (Probe(), *(Probe(((seed, self.eps),)) for seed in seeds)))
@@ -117,7 +111,7 @@ class Solve:
             return StepRecord(step, (math.nan,), (), Update(), 0.0, "non-finite loss", notes)
         seeds = [seed for seed, kept in zip(seeds, usable, strict=True) if kept]
         ridge, expected = model.choose_ridge(step_seed(self.seed, step, 0))
-        moves = [_float32(model.fit(caution * ridge)) for caution in CAUTIONS]
+        moves = [_float32(move) for move in model.fit_path([caution * ridge for caution in CAUTIONS])]
         judges = self._judges(size)
         terms = [tuple(zip(seeds, move.tolist(), strict=True)) for move in moves]
         tried = yield Question(judges, (Probe(), *map(Probe, terms)))
@@ -160,7 +154,7 @@ class Solve:
             return
         gain, error, self._loss = notes["gain"], notes["gain_error"], record.losses[0]
         self._gains.append((gain, error))
-        self._fruitless = 0 if gain > error else self._fruitless + 1
+        self._wanted *= GROWTH if gain < CLEAR_GAIN * error else 1.0
         ratio = WANTED_CHANGE[self.dtype] / notes["change"] if notes["change"] > 0 else 4.0
         self.eps *= 2.0 ** max(-2, min(2, round(math.log2(ratio))))
 
