@@ -60,7 +60,7 @@ class RunConfig:
     backend: str = option("workers", "gloo", "how the ranks of torchrun talk: gloo, nccl",
         choices=("gloo", "nccl"), resumable=True)
 
-    task: str | None = option("task", None, "task name or TOML file; see 'mezzo tasks' [reviews with the bundled data]",
+    task: str | None = option("task", None, "task name or TOML file; see 'mezzo tasks' [questions with the bundled data]",
         commands=USE, reopen="question", aliases=("task_name",))
     train: str | None = option("task", None, "training data: jsonl, json, csv, tsv, txt, parquet, or a k-shot folder",
         commands=("eval", "signal"), reopen="question", aliases=("train_file", "train_dataset"))

@@ -35,7 +35,7 @@ class Splits:
 def find_task(config: RunConfig, family: Family) -> Task:
     """The configured task, with the run's template and label words where they are given."""
     mapping = OPTIONS["words"].split_pairs(config.words)
-    return MLMConfig(config.template, cast(Any, mapping) or None).apply(get_task(config.task or "reviews", family))
+    return MLMConfig(config.template, cast(Any, mapping) or None).apply(get_task(config.task or "questions", family))
 
 
 def load_splits(config: RunConfig, task: Task) -> Splits:

@@ -99,7 +99,7 @@ TASKS: dict[str, Fields] = {
             {kind: kind for kind in ("person", "place", "number", "time", "reason", "way", "meaning", "thing")},
             lm_bff=False,
         ),
-        "masked": "{text} The answer is a [MASK].",
+        "masked": "The [MASK]: {text}",
         "causal": "Question: {text}\nThe answer is a",
         "sample": {"text": "Who taught you to whistle like that?"},
     },
