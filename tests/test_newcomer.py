@@ -90,7 +90,7 @@ MISTAKES = {
     "wrong label": Mistake(train(train="odd.csv"), "unknown label 'bad'", "labels are negative, positive"),
     "ids from one": Mistake(train(train="ids.csv"), "unknown label '2'", "ids are 0 negative, 1 positive"),
     "file not found": Mistake(train(train="review.csv"), "no file 'review.csv'", "did you mean 'reviews.csv'?"),
-    "other encoding": Mistake(train(train="latin.csv"), "not UTF-8", "--encoding latin-1"),
+    "other encoding": Mistake(train(train="latin.csv", encoding="utf-8"), "not UTF-8", "--encoding latin-1"),
     "no mask in the template": Mistake(train(template="{text} It was so."), "has no mask", "put [MASK]"),
     "no mask token": Mistake(train(model="maskless"), "has no mask token", "use a masked language model"),
     "unknown model": Mistake(train(model="roberta-hugh"), "neither bundled nor a local folder", "Pass a local folder"),
@@ -185,6 +185,13 @@ def test_the_advice_about_columns_works(folder, capsys):
     assert call("eval", "run", "--data", "reviews.csv", "--columns", "text=text,label=label") == 0
     assert call(*train(columns="note")) == 2
     assert "columns are pairs such as text=body,label=stars, not 'note'" in capsys.readouterr().err
+
+
+def test_a_file_in_latin_1_is_read_and_said_in_one_line(folder, capsys):
+    assert call("eval", "--model", "model", "--task", "sst-2", "--data", "latin.csv") == 0
+    err = capsys.readouterr().err
+    assert "warning: latin.csv, line 2: not UTF-8 (byte 0xe9 at 7); the file is read as latin-1" in err
+    assert len(err.strip().splitlines()) == 1, err
 
 
 def test_a_learning_rate_that_is_too_high(folder, capsys):

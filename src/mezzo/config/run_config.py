@@ -76,7 +76,9 @@ class RunConfig:
     columns: tuple[str, ...] = option("task", (),
         "which column of the data is which of the task's, e.g. text=body,label=stars [found by name]",
         pairs="text=body,label=stars", commands=USE, reopen="question")
-    encoding: str = option("task", "utf-8", "how the data files encode text, e.g. latin-1", commands=USE, reopen="question")
+    encoding: str | None = option("task", None,
+        "how the data files encode text [utf-8; where that fails, as the task's files are published, or latin-1]",
+        commands=USE, reopen="question")
     template: str | None = option("task", None, "prompt, e.g. '{text} It was [MASK].' [the task's]",
         commands=USE, reopen="question")
     words: tuple[str, ...] | None = option("task", None, "label words, e.g. negative=bad,positive=good [the task's]",

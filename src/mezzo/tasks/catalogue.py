@@ -85,9 +85,9 @@ TASKS: dict[str, Fields] = {
         ),
         "sample": {"text": "pleasant enough , and soon forgotten ."},
     },
-    "mr": {**_SENTIMENT, "sample": {"text": "the jokes arrive late and leave early ."}},
-    "cr": {**_SENTIMENT, "sample": {"text": "the battery lasts for two full days ."}},
-    "mpqa": {**_SENTIMENT, "sample": {"text": "welcomed the decision"}},
+    "mr": {**_SENTIMENT, "encoding": "windows-1252", "sample": {"text": "the jokes arrive late and leave early ."}},
+    "cr": {**_SENTIMENT, "encoding": "latin-1", "sample": {"text": "the battery lasts for two full days ."}},
+    "mpqa": {**_SENTIMENT, "encoding": "latin-1", "sample": {"text": "welcomed the decision"}},
     "reviews": {
         **_SENTIMENT,
         "masked": {"template": T1_FELT, "words": ("hated", "loved")},
@@ -96,6 +96,8 @@ TASKS: dict[str, Fields] = {
     "subj": {
         **_TEXT,
         **_classes({"subjective": "subjective", "objective": "objective"}, hub=("objective", "subjective")),
+        "label_aliases": {"quote": "subjective", "plot": "objective"},  # how its files are called
+        "encoding": "latin-1",
         "masked": T4,
         "causal": "{text} This is",
         "sample": {"text": "two brothers return to their village ."},
@@ -125,6 +127,7 @@ TASKS: dict[str, Fields] = {
             "num": "number",
             "numeric": "number",
         },
+        "encoding": "latin-1",
         "masked": T5,
         "causal": "Question: {text}\nAnswer type:",
         "sample": {"text": "Which river runs through Vienna ?"},

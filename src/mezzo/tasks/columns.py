@@ -50,7 +50,7 @@ def name_columns(
     task: Task, raw: RawTable, labels: LabelReader, labelled: bool, column_map: Mapping[str, str]
 ) -> tuple[Table, bool]:
     """The rows by column name, and whether the file had a header."""
-    if raw.source.lower().endswith(".txt"):
+    if raw.lines:
         return _table_from_lines(task, raw, labels, labelled), False
     first = raw.rows[0][1]
     inferred = None if _is_header(task, first, labelled, column_map) else _infer_header(task, raw, labels, labelled)

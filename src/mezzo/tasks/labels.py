@@ -49,7 +49,7 @@ class LabelReader:
             self._set_id_order(names)
 
     def is_name(self, value: Any) -> bool:
-        return _normalize(str(value)) in self._index
+        return self._find(value) is not None
 
     def could_be_label(self, value: Any) -> bool:
         """Could this be a label? Used to recognise files without a header."""
@@ -61,11 +61,10 @@ class LabelReader:
 
     def read(self, value: Any, where: str) -> int:
         """The index of a label."""
-        name = _normalize(str(value))
-        if name in self._index:
-            return self._index[name]
+        if (index := self._find(value)) is not None:
+            return index
         if (number := _parse_id(value)) is None:
-            labels, hint = ", ".join(self.task.labels), nearest(name, self._index)
+            labels, hint = ", ".join(self.task.labels), nearest(_normalize(str(value)), self._index)
             raise DataError(f"{where}: unknown label {_short_repr(value)}; labels are {labels}{hint}")
         if self._index_of_id is None:
             raise DataError(f"{where}: label {_short_repr(value)} is an id, and {self._missing_order()}")
@@ -75,6 +74,11 @@ class LabelReader:
                 f"{where}: unknown label {_short_repr(value)}; ids are {ids}; a task file states others by id_order"
             )
         return self._index_of_id[number]
+
+    def _find(self, value: Any) -> int | None:
+        """The index of a label by its name; of `COARSE:fine`, the coarse one, as in TREC."""
+        name = _normalize(str(value))
+        return self._index.get(name, self._index.get(name.partition(":")[0]))
 
     def _declared_order(self, name: str) -> Sequence[str]:
         orders = self.task.id_orders

@@ -50,6 +50,8 @@ class Task:
     column_aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     layout: tuple[str, ...] = ()
     """Columns of those files of the task that have no header; '' for one to ignore."""
+    encoding: str = ""
+    """Encoding of the published files, where it is not UTF-8."""
     candidates: tuple[str, ...] = ()
     """For a choice: the columns that hold its candidates, or one column that holds a list of them."""
     fill: tuple[str, ...] = ()
@@ -139,7 +141,7 @@ class Task:
 
     def _normalize(self) -> None:
         """Lists become tuples; words may be given by label name."""
-        for name in ("name", "template", "label_column", "answer_end"):
+        for name in ("name", "template", "label_column", "answer_end", "encoding"):
             if not isinstance(getattr(self, name), str):
                 raise TaskError(f"{name} is {getattr(self, name)!r}; give a string")
         for name in ("id_orders", "label_aliases", "column_aliases", "rewrite", "sample"):
