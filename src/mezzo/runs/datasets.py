@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from mezzo.config import OPTIONS, RunConfig
 from mezzo.engines.hf_hub import family_of, load_config
-from mezzo.errors import ConfigError, DataError
+from mezzo.errors import ConfigError, DataError, TaskError
 from mezzo.journal.atomic_files import write_atomically
 from mezzo.method import noise
-from mezzo.tasks import MLMConfig, Task, bundled_data, get_task, k_shot, load_examples
+from mezzo.tasks import MLMConfig, Task, bundled_data, get_task, k_shot, list_tasks, load_examples
 from mezzo.types import Example, Family
 
 # Share of the training data that becomes dev when no dev data is given.
@@ -36,6 +37,17 @@ def find_task(config: RunConfig, family: Family) -> Task:
     """The configured task, with the run's template and label words where they are given."""
     mapping = OPTIONS["words"].split_pairs(config.words)
     return MLMConfig(config.template, cast(Any, mapping) or None).apply(get_task(config.task or "reviews", family))
+
+
+def match_family(task: Mapping[str, Any] | Task, config: RunConfig) -> Task:
+    """A task given in Python, for the model's family: a dict without one takes it, any other must have it."""
+    family = family_of(load_config(config.model, config.remote_code))
+    stated = get_task({"family": family, **task} if isinstance(task, Mapping) else task)
+    if stated.family == family:
+        return stated
+    known = any((each.name, each.family) == (stated.name, family) for each in list_tasks())
+    remedy = f"take get_task({stated.name!r}, {family!r})" if known else f"give it family={family!r} and a template"
+    raise TaskError(f"task {stated.name!r} is for {stated.family} models, and {config.model} is {family}; {remedy}")
 
 
 def load_splits(config: RunConfig, task: Task) -> Splits:
