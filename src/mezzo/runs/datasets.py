@@ -15,7 +15,17 @@ from mezzo.engines.hf_hub import family_of, load_config
 from mezzo.errors import ConfigError, DataError, TaskError
 from mezzo.journal.atomic_files import write_atomically
 from mezzo.method import noise
-from mezzo.tasks import MLMConfig, Task, bundled_data, get_task, k_shot, list_tasks, load_examples
+from mezzo.tasks import (
+    MLMConfig,
+    Task,
+    bundled_data,
+    find_split,
+    get_task,
+    is_k_shot,
+    k_shot,
+    list_tasks,
+    load_examples,
+)
 from mezzo.types import Example, Family
 
 # Share of the training data that becomes dev when no dev data is given.
@@ -74,6 +84,17 @@ def load_splits(config: RunConfig, task: Task) -> Splits:
     return Splits(
         take_some(train, config.train_limit), take_some(dev, cut), take_some(test, cut), test_source is not None
     )
+
+
+def splits_beside_train(config: RunConfig) -> dict[str, str]:
+    """The files of a folder given as --train that are dev and test too, unless these are given or sampled: both of a k-shot
+    folder, and dev of any other, whose test file often has no labels."""
+    folder = Path(config.train or "")
+    if not config.train or config.k or not folder.is_dir():
+        return {}
+    splits = ("dev", "test") if is_k_shot(folder) else ("dev",)
+    found = {split: find_split(folder, split) for split in splits if getattr(config, split) is None}
+    return {split: str(path) for split, path in found.items() if path is not None}
 
 
 def reading_options(config: RunConfig, given: object = True) -> dict[str, Any]:

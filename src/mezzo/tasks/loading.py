@@ -77,12 +77,17 @@ def bundled_data(task_name: str, split: str) -> Path | None:
     return path if path.is_file() else None
 
 
+def is_k_shot(folder: Path) -> bool:
+    """Is this a folder of LM-BFF's layout, `TASK/K-SEED`?"""
+    return _K_SHOT.fullmatch(folder.name) is not None
+
+
 # --- from a source to a table
 
 
 def _table_from_path(path: Path, options: _LoadOptions, split: str | None, encoding: str | None) -> Table:
     if path.is_dir():
-        if (file := _find_split(path, split)) is None:
+        if (file := find_split(path, split)) is None:
             return _table_from_label_files(path, options, split, encoding)
         path = file
     if not path.exists():
@@ -92,12 +97,13 @@ def _table_from_path(path: Path, options: _LoadOptions, split: str | None, encod
     if isinstance(table, RawTable):
         needs_label = options.labelled not in (False, "ignore")
         table, has_header = name_columns(options.task, table, options.labels, needs_label, options.columns)
-    if not has_header or _K_SHOT.fullmatch(path.parent.name):
+    if not has_header or is_k_shot(path.parent):
         options.labels.use_layout_order("lm-bff", "csv")  # whose files have no header, or lie in K-SEED folders
     return table
 
 
-def _find_split(folder: Path, split: str | None) -> Path | None:
+def find_split(folder: Path, split: str | None) -> Path | None:
+    """The file of a split in a folder."""
     files = _data_files(folder)
     synonyms = next((names for names in _SPLITS if split in names), ())
     return next((files[name] for name in (split or "", *synonyms) if name in files), None)
