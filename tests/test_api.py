@@ -94,6 +94,7 @@ def test_task_dict_takes_the_family_of_the_model(tmp_path, monkeypatch):
     }
     session = api.open_session(LLAMA, task=mine, train=SENTIMENT, **QUICK)
     assert session.setup.task.family == "causal"
+    session.close()
     with pytest.raises(
         TaskError, match="'custom' is for masked models, and mezzo/llama-mini is causal; give it family='causal'"
     ):
@@ -127,6 +128,15 @@ def test_every_readout_and_objective_trains_and_verifies(model, task, items, cha
     assert run.value is not None
     assert mezzo.verify(run.out).ok
     assert "digest" in repr(run)
+
+
+def test_rows_with_several_right_answers_keep_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    row = {"passage": "Ann met Bo.", "query": "@placeholder won", "entities": ["Ann", "Bo"], "answers": ["Bo", "Ann"]}
+    session = api.open_session(LLAMA, task="record", train=[row] * 2, dev=[row], **QUICK)
+    assert [prompt.right for prompt in session.setup.train_prompts] == [(0, 1)] * 2
+    assert session.setup.evaluate(session.engine, session.setup.splits.dev).value == 1
+    session.close()
 
 
 def test_text_reward_function_is_an_objective(write_rows, tmp_path):

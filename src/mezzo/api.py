@@ -80,11 +80,11 @@ def open_session(
         values |= {"task": datasets.save_task(stated, resolve(values))}
     if rows:
         values |= datasets.save_rows(rows, resolve(values), stated)
-    config = resolve(values)
-    if found := datasets.splits_beside_train(config):
+    resolved = resolve(values)
+    if found := datasets.splits_beside_train(resolved):
         files = " and ".join(f"{Path(file).name} as {split}" for split, file in found.items())
-        observe("data", {"text": f"{config.train} also has {files}"})
-    return new_run(config, observe, function, stated)
+        observe("data", {"text": f"{resolved.train} also has {files}"})
+    return new_run(resolved, observe, function, stated)
 
 
 def _is_path(value: Any) -> bool:

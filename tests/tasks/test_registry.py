@@ -64,10 +64,10 @@ CAUSAL: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         'Suppose A. Can we infer that "b"? Yes, No, or Maybe?\n',
         ["Yes", "No", "Maybe"],
     ),
-    "boolq": ({"passage": "P.", "question": "is it"}, "P. is it?\n", ["Yes", "No"]),
+    "boolq": ({"passage": "P.", "question": "is it"}, "P. Is it?\n", ["Yes", "No"]),
     "wsc": (
-        {"text": "T.", "span1": "the cup", "span2": "it"},
-        'T.\nIn the previous sentence, does the pronoun "it" refer to the cup? Yes or No?\n',
+        {"text": "T.", "span1": "The cup", "span2": "It"},
+        'T.\nIn the previous sentence, does the pronoun "it" refer to The cup? Yes or No?\n',
         ["No", "Yes"],
     ),
     "wic": (
@@ -117,7 +117,7 @@ OURS: dict[tuple[str, str], tuple[str, list[str] | int]] = {
     ("causal", "qqp"): ("A.\nB.\nDo these two questions ask the same? Yes or No?\n", ["No", "Yes"]),
     ("masked", "cb"): ("A? [MASK], b.", ["Yes", "No", "Maybe"]),
     ("masked", "boolq"): ("A. B.? [MASK].", ["Yes", "No"]),
-    ("masked", "wsc"): ('A. Does "B." refer to C.? [MASK].', ["No", "Yes"]),
+    ("masked", "wsc"): ('A. Does "b." refer to C.? [MASK].', ["No", "Yes"]),
     ("masked", "wic"): ('B. C. Does "A." have the same meaning? [MASK].', ["No", "Yes"]),
     ("masked", "multirc"): ('A. B. Is "C." correct? [MASK].', ["No", "Yes"]),
     ("masked", "ag-news"): ("A. This news is about [MASK].", ["world", "sports", "business", "technology"]),
@@ -134,6 +134,21 @@ def test_masked_task_matches_the_published_one(name: str) -> None:
     task = get_task(name)
     assert (task.template, task.word_of, task.max_length, task.metric) == MASKED[name]
     assert task.family == "masked"
+
+
+# The most tokens of the first and of each other text, in the published scripts.
+LIMITS = {
+    "sst-5": (110, 20),
+    **dict.fromkeys(("mr", "cr", "subj"), (110, 50)),
+    **dict.fromkeys(("trec", "mpqa"), (110, None)),
+    **dict.fromkeys(("mnli", "rte"), (240, None)),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_limits_of_texts_are_the_published_ones(name: str) -> None:
+    task = get_task(name)
+    assert (task.first_limit, task.other_limit) == LIMITS.get(name, (None, None))
 
 
 @pytest.mark.parametrize("name", CAUSAL)

@@ -117,7 +117,7 @@ INVALID = {
     ("*cls**sent_x**mask*", ONE, "masked"): "unknown token '*sent_x*' in the template; did you mean 'sent_0'?",
     ("{text [MASK]", ONE, "masked"): "a lone '{' in the template; write '{{' for the character itself",
     ("{text:k} [MASK]", ONE, "masked"): (
-        "unknown change 'k' in '{text:k}'; use l or u (first letter), - or one of ?!.,;:"
+        "unknown change 'k' in '{text:k}'; use l or u (first letter), L (all letters), - or one of ?!.,;:"
     ),
     ("so [MASK]", ("a", "b", "c"), "masked"): (
         "a template without slots fits one or two texts, but the task has a, b, c; add slots"

@@ -146,8 +146,10 @@ def _data_folder(config: RunConfig) -> Path:
 def _to_row(example: Example, task: Task, named: dict[str, str]) -> dict[str, Any]:
     """An example as a line of data: its label by name, so that no order of ids is needed to read it back."""
     row = dict(example.fields)
-    if task.kind != "generation":
-        row[task.label_column] = task.labels[example.label] if task.kind == "classification" else example.label
+    if task.kind == "classification":
+        row[task.label_column] = task.labels[example.label]
+    elif task.kind == "choice":  # a row may name several right answers
+        row.setdefault(task.label_column, example.label)
     return {named.get(column, column): value for column, value in row.items()}
 
 

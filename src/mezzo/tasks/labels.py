@@ -114,15 +114,15 @@ class LabelReader:
 
 
 def choice_label(value: Any, candidates: Sequence[str], where: str) -> int:
-    """The index of the correct candidate of a choice, which is given by its index or by its text (or several texts)."""
+    """The index of the correct candidate of a choice, which is given by its index or by its text; of several, the first."""
     if (number := _parse_id(value)) is not None:
         if not 0 <= number < len(candidates):
             raise DataError(f"{where}: label {number} for {len(candidates)} candidates; give an index from 0")
         return number
     answers = as_texts(value)
-    for index, candidate in enumerate(candidates):
-        if candidate in answers:
-            return index
+    for answer in answers:
+        if answer in candidates:
+            return candidates.index(answer)
     raise DataError(f"{where}: none of the answers {_short_repr(answers)} is among the {len(candidates)} candidates")
 
 

@@ -202,7 +202,7 @@ def _example(fields: dict[str, Any], value: Any, options: _LoadOptions, where: s
     if task.kind == "generation":
         return Example({**fields, task.label_column: as_texts(value)}, 0)
     if task.kind == "choice":
-        candidates = [text for column in task.candidates for text in as_texts(fields[column])]
+        candidates = task.choices(fields)
         answers = {} if isinstance(value, int) else {task.label_column: as_texts(value)}
         return Example({**fields, **answers}, choice_label(value, candidates, where))
     return Example(fields, labels.read(value, where))

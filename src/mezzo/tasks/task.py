@@ -110,13 +110,22 @@ class Task:
             return list(self.words)
         if self.kind == "generation":
             return as_texts(example.fields.get(self.label_column, ()))
-        candidates = [text for column in self.candidates for text in as_texts(example.fields[column])]
+        candidates = self.choices(example.fields)
         if self.lower_candidates:
             candidates = [_lower_first_word(text) for text in candidates]
         if self.fill:
             column, marker = self.fill
             candidates = [self.text(example, column).replace(marker, text) for text in candidates]
         return candidates
+
+    def choices(self, fields: Mapping[str, Any]) -> list[str]:
+        """The candidates of a choice as the row has them."""
+        return [text for column in self.candidates for text in as_texts(fields[column])]
+
+    def right_choices(self, example: Example) -> tuple[int, ...]:
+        """The indices of a choice's right candidates, where the row names several right answers."""
+        answers = example.fields.get(self.label_column, ()) if self.kind == "choice" else ()
+        return tuple(i for i, text in enumerate(self.choices(example.fields)) if text in answers) if answers else ()
 
     def render(self, example: Example | None = None) -> str:
         """The prompt for a human reader, without a tokenizer; of the task's sample row by default."""

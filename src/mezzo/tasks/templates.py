@@ -21,7 +21,7 @@ _STAR_NAMES = (*SPECIAL_TOKENS, "sep+", "sent_0", "+sent_0", "sent-_0", "sentl_0
 
 _PLAIN_TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]|\[MASK\]|<mask>")
 _PUNCTUATION = "?!.,;:"
-_CASES = "lu"
+_CASES = "luL"
 _DROPS = "-" + _PUNCTUATION
 
 
@@ -173,7 +173,8 @@ def _parse_slot(spec: str, columns: tuple[str, ...], space: bool) -> Slot:
     drop = "".join(c for c in changes if c in _DROPS)
     if len(case) > 1 or len(drop) > 1 or len(case) + len(drop) < len(changes):
         raise TaskError(
-            f"unknown change {changes!r} in '{{{spec}}}'; use l or u (first letter), - or one of {_PUNCTUATION}"
+            f"unknown change {changes!r} in '{{{spec}}}'; use l or u (first letter), L (all letters), - or one of"
+            f" {_PUNCTUATION}"
         )
     return Slot(index, space, case, drop)
 
