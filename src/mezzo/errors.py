@@ -57,3 +57,9 @@ def nearest(word: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
     """`; did you mean 'x'?` when a choice is close to `word`, else an empty string."""
     found = difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)
     return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def join_names(names: Iterable[object], most: int = 12) -> str:
+    """`a, b, c`; of many, the first and how many there are."""
+    shown = [str(name) for name in names]
+    return ", ".join(shown[:most]) + (f", … ({len(shown)} in all)" if len(shown) > most else "")

@@ -46,7 +46,8 @@ class Splits:
 def find_task(config: RunConfig, family: Family) -> Task:
     """The configured task, with the run's template and label words where they are given."""
     mapping = OPTIONS["words"].split_pairs(config.words)
-    return MLMConfig(config.template, cast(Any, mapping) or None).apply(get_task(config.task or "reviews", family))
+    task = get_task(config.task or "reviews", family)
+    return MLMConfig(config.template, cast(Any, mapping) or None).apply(task, config.id_order)
 
 
 def match_family(task: Mapping[str, Any] | Task, config: RunConfig) -> Task:

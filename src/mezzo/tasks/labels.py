@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mezzo.errors import DataError, nearest
+from mezzo.errors import DataError, join_names, nearest
 from mezzo.tasks.task import Task, as_texts
 
 IdOrder = str | Sequence[str] | Mapping[int, str] | None
@@ -64,12 +64,13 @@ class LabelReader:
         if (index := self._find(value)) is not None:
             return index
         if (number := _parse_id(value)) is None:
-            labels, hint = ", ".join(self.task.labels), nearest(_normalize(str(value)), self._index)
+            labels, hint = join_names(self.task.labels), nearest(_normalize(str(value)), self._index)
+            hint = hint or "; rename it, or give a task file that lists it under label_aliases"
             raise DataError(f"{where}: unknown label {_short_repr(value)}; labels are {labels}{hint}")
         if self._index_of_id is None:
             raise DataError(f"{where}: label {_short_repr(value)} is an id, and {self._missing_order()}")
         if number not in self._index_of_id:
-            ids = ", ".join(f"{i} {self.task.labels[label]}" for i, label in sorted(self._index_of_id.items()))
+            ids = join_names(f"{i} {self.task.labels[label]}" for i, label in sorted(self._index_of_id.items()))
             raise DataError(
                 f"{where}: unknown label {_short_repr(value)}; ids are {ids}; a task file states others by id_order"
             )
@@ -95,7 +96,7 @@ class LabelReader:
 
     def _label_index(self, label: str) -> int:
         if (index := self._index.get(_normalize(str(label)))) is None:
-            labels, hint = ", ".join(self.task.labels), nearest(str(label), self.task.labels)
+            labels, hint = join_names(self.task.labels), nearest(str(label), self.task.labels)
             raise DataError(f"id_order names {label!r}, but the labels are {labels}{hint}")
         return index
 
@@ -103,14 +104,10 @@ class LabelReader:
         """Why an id cannot be read, and what to do."""
         task = self.task
         if not task.id_orders:
-            example = ", ".join(map(repr, task.labels))
+            example = join_names(map(repr, task.labels))
             return f"task {task.name!r} declares no id order; state what ids 0, 1, … mean in its file: id_order = [{example}]"
-        orders = "; ".join(
-            f"{source}: {', '.join(f'{i} {label}' for i, label in enumerate(order) if label)}"
-            for source, order in task.id_orders.items()
-        )
         first = next(iter(task.id_orders))
-        return f"task {task.name!r} knows several id orders ({orders}); state one, such as --id-order {first}"
+        return f"task {task.name!r} knows several id orders ({task.describe_id_orders()}); state one, such as --id-order {first}"
 
 
 def choice_label(value: Any, candidates: Sequence[str], where: str) -> int:
