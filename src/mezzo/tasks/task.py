@@ -134,11 +134,13 @@ class Task:
 
     def describe_id_orders(self) -> str:
         """`hub: 0 entailment, 1 neutral; lm-bff: …`: what ids mean, by source."""
-        ids = lambda order: ", ".join(f"{i} {label}" for i, label in enumerate(order) if label)  # noqa: E731
-        return "; ".join(f"{source}: {ids(order)}" for source, order in self.id_orders.items())
+        return "; ".join(
+            f"{source}: {join_names(f'{i} {label}' for i, label in enumerate(order) if label)}"
+            for source, order in self.id_orders.items()
+        )
 
     def describe(self) -> dict[str, Any]:
-        """What `mezzo tasks show` prints."""
+        """What `mezzo tasks NAME` prints."""
         computed = {"words": self.word_of, "example": self.render() if self.sample else ""}
         keys = ("name", "family", "kind", "template", "words", "metric", "example", "max_length")
         return {key: computed[key] if key in computed else getattr(self, key) for key in keys}
@@ -242,7 +244,7 @@ def _labels_by_id(task: Task, mapping: Mapping[Any, str], id_order: str | None) 
     by_name = (
         f"map label names, such as {{{join_names([f'{label!r}: {word!r}' for label, word in task.word_of.items()])}}}"
     )
-    source = id_order or task.id_order
+    source = id_order or task.id_order or ""
     orders = {task.id_orders[source]} if source in task.id_orders else set(task.id_orders.values())
     if len(orders) != 1:
         if not orders:
