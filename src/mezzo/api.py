@@ -25,7 +25,7 @@ from mezzo.runs.reopen import best_step, open_base_engine, open_journal, open_ru
 from mezzo.runs.result import Run
 from mezzo.runs.session import Session
 from mezzo.runs.setup import Setup, resolve_setup
-from mezzo.tasks import Task, bundled_data, get_task, load_examples
+from mezzo.tasks import Task, bundled_data, load_examples
 from mezzo.types import StepRecord
 
 
@@ -75,12 +75,16 @@ def open_session(
     rows = {name: given.pop(name) for name in ("train", "dev", "test") if not _is_path(given.get(name))}
     named = {*given, *(("objective",) if function else ())}
     values = {**(from_file(Path(config), named) if config else {}), **given}
-    stated = get_task(task) if isinstance(task, (Mapping, Task)) else None
+    stated = datasets.match_family(task, resolve(values)) if isinstance(task, (Mapping, Task)) else None
     if stated:
         values |= {"task": datasets.save_task(stated, resolve(values))}
     if rows:
         values |= datasets.save_rows(rows, resolve(values), stated)
-    return new_run(resolve(values), observe, function, stated)
+    resolved = resolve(values)
+    if found := datasets.splits_beside_train(resolved):
+        files = " and ".join(f"{Path(file).name} as {split}" for split, file in found.items())
+        observe("data", {"text": f"{resolved.train} also has {files}"})
+    return new_run(resolved, observe, function, stated)
 
 
 def _is_path(value: Any) -> bool:

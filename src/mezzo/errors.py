@@ -42,6 +42,10 @@ class RunFailed(MezzoError):
     exit_code = 1
 
 
+class MezzoWarning(UserWarning):
+    """Something was decided for the user that may not be what they meant. The command line shows it in one line."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether it is an out-of-memory error. On a CPU neither torch nor oneDNN has an exception class of its own for these."""
     words = ("DefaultCPUAllocator", "could not create a primitive", "bad_alloc")
@@ -53,3 +57,9 @@ def nearest(word: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
     """`; did you mean 'x'?` when a choice is close to `word`, else an empty string."""
     found = difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)
     return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def join_names(names: Iterable[object], most: int = 12) -> str:
+    """`a, b, c`; of many, the first and how many there are."""
+    shown = [str(name) for name in names]
+    return ", ".join(shown[:most]) + (f", … ({len(shown)} in all)" if len(shown) > most else "")

@@ -26,7 +26,8 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """An encoded example. `position` is where the words readout looks (the mask; the last token of a causal prompt)."""
+    """An encoded example. `position` is where the words readout looks (the mask; the last token of a causal prompt).
+    `right` are the right candidates where there may be several; `label`, the one that is trained, is one of them."""
 
     ids: tuple[int, ...]
     label: int = -1
@@ -34,6 +35,7 @@ class Prompt:
     candidates: tuple[tuple[int, ...], ...] = ()
     segments: tuple[int, ...] = ()
     answers: tuple[str, ...] = ()
+    right: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,10 +105,11 @@ def test_undeclared_id_order_is_rejected() -> None:
         load_examples([{"text": "a", "label": 0}], task, id_order=["maybe", "no"])
 
 
-def test_mlm_config_ids_are_the_ids_of_the_data() -> None:
-    task = MLMConfig(label_word_mapping={0: "Yes", 1: "Maybe", 2: "No"}).apply(get_task("mnli"))
-    labels = [example.label for example in load_examples(rows("mnli", [2, "0"]), task)]
-    assert [task.words[label] for label in labels] == ["No", "Yes"]
+def test_mlm_config_ids_are_those_of_the_stated_source() -> None:
+    config = MLMConfig(label_word_mapping={0: "Yes", 1: "Maybe", 2: "No"})
+    task = config.apply(get_task("mnli"), "hub")
+    labels = [example.label for example in load_examples(rows("mnli", [2, "0", "neutral"]), task, id_order="hub")]
+    assert [task.words[label] for label in labels] == ["No", "Yes", "Maybe"]
 
 
 def test_k_shot_folders_and_headerless_files_use_the_lm_bff_order(tmp_path: Path) -> None:
@@ -140,6 +141,15 @@ def test_columns_of_topic_data_sets_are_known() -> None:
         "change",
     ]
     assert words("emotion", [{"text": "a", "label": 3}]) == ["angry"]
+
+
+def test_unknown_label_is_answered_by_what_to_do() -> None:
+    with pytest.raises(DataError) as caught:
+        words("sst-2", rows("sst-2", ["awful"]))
+    remedy = "rename it, or give a task file that lists it under label_aliases"
+    assert str(caught.value) == f"the data, row 1: unknown label 'awful'; labels are negative, positive; {remedy}"
+    with pytest.raises(DataError, match=r"labels are activate_my_card, .*card_arrival, … \(77 in all\); rename it"):
+        words("banking77", rows("banking77", ["???"]))
 
 
 def test_label_text_outranks_the_id_beside_it() -> None:

@@ -64,10 +64,10 @@ CAUSAL: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         'Suppose A. Can we infer that "b"? Yes, No, or Maybe?\n',
         ["Yes", "No", "Maybe"],
     ),
-    "boolq": ({"passage": "P.", "question": "is it"}, "P. is it?\n", ["Yes", "No"]),
+    "boolq": ({"passage": "P.", "question": "is it"}, "P. Is it?\n", ["Yes", "No"]),
     "wsc": (
-        {"text": "T.", "span1": "the cup", "span2": "it"},
-        'T.\nIn the previous sentence, does the pronoun "it" refer to the cup? Yes or No?\n',
+        {"text": "T.", "span1": "The cup", "span2": "It"},
+        'T.\nIn the previous sentence, does the pronoun "it" refer to The cup? Yes or No?\n',
         ["No", "Yes"],
     ),
     "wic": (
@@ -117,7 +117,7 @@ OURS: dict[tuple[str, str], tuple[str, list[str] | int]] = {
     ("causal", "qqp"): ("A.\nB.\nDo these two questions ask the same? Yes or No?\n", ["No", "Yes"]),
     ("masked", "cb"): ("A? [MASK], b.", ["Yes", "No", "Maybe"]),
     ("masked", "boolq"): ("A. B.? [MASK].", ["Yes", "No"]),
-    ("masked", "wsc"): ('A. Does "B." refer to C.? [MASK].', ["No", "Yes"]),
+    ("masked", "wsc"): ('A. Does "b." refer to C.? [MASK].', ["No", "Yes"]),
     ("masked", "wic"): ('B. C. Does "A." have the same meaning? [MASK].', ["No", "Yes"]),
     ("masked", "multirc"): ('A. B. Is "C." correct? [MASK].', ["No", "Yes"]),
     ("masked", "ag-news"): ("A. This news is about [MASK].", ["world", "sports", "business", "technology"]),
@@ -134,6 +134,21 @@ def test_masked_task_matches_the_published_one(name: str) -> None:
     task = get_task(name)
     assert (task.template, task.word_of, task.max_length, task.metric) == MASKED[name]
     assert task.family == "masked"
+
+
+# The most tokens of the first and of each other text, in the published scripts.
+LIMITS = {
+    "sst-5": (110, 20),
+    **dict.fromkeys(("mr", "cr", "subj"), (110, 50)),
+    **dict.fromkeys(("trec", "mpqa"), (110, None)),
+    **dict.fromkeys(("mnli", "rte"), (240, None)),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_limits_of_texts_are_the_published_ones(name: str) -> None:
+    task = get_task(name)
+    assert (task.first_limit, task.other_limit) == LIMITS.get(name, (None, None))
 
 
 @pytest.mark.parametrize("name", CAUSAL)
@@ -283,20 +298,40 @@ def test_replace_validates_the_new_task() -> None:
 
 
 def test_mlm_config_accepts_label_names_or_ids() -> None:
-    sst2, mnli = get_task("sst-2"), get_task("mnli")
+    sst2 = get_task("sst-2")
     named = MLMConfig("{text} So [MASK].", {"positive": "good", "negative": "bad"}).apply(sst2)
     assert (named.template, named.word_of) == ("{text} So [MASK].", {"negative": "bad", "positive": "good"})
     assert MLMConfig(label_word_mapping={0: "bad", 1: "good"}).apply(sst2).word_of == named.word_of
     assert MLMConfig(label_word_mapping={"0": "bad", "1": "good"}).apply(sst2).word_of == named.word_of
     assert MLMConfig(use_space_prefix=False).apply(sst2).space_prefix is False
-    # sources disagree on MNLI's ids, so the ids themselves become the labels, unless the task says which source
-    by_id = MLMConfig(label_word_mapping={0: "Yes", 1: "Maybe", 2: "No"})
-    assert by_id.apply(mnli).word_of == {"0": "Yes", "1": "Maybe", "2": "No"}
-    assert by_id.apply(mnli.replace(id_order="hub")).word_of == mnli.word_of
-    with pytest.raises(TaskError, match="label_word_mapping has ids"):
+    assert MLMConfig(label_word_mapping={"NEG": "bad", "Positive": "good"}).apply(sst2).word_of == named.word_of
+    with pytest.raises(TaskError) as caught:
         MLMConfig(label_word_mapping={1: "bad", 2: "good"}).apply(sst2)
+    assert str(caught.value) == (
+        "the words are mapped by ids 1, 2, and id 0 has no pair;"
+        " map label names, such as {'negative': 'terrible', 'positive': 'great'}"
+    )
     with pytest.raises(TaskError, match="a word for 'postive', but the labels are negative, positive; did you mean"):
         MLMConfig(label_word_mapping={"negative": "bad", "postive": "good"}).apply(sst2)
+
+
+def test_ids_whose_meaning_differs_between_sources_are_not_guessed() -> None:
+    by_id, mnli = MLMConfig(label_word_mapping={0: "No", 1: "Yes", 2: "Maybe"}), get_task("mnli")
+    with pytest.raises(TaskError) as caught:
+        by_id.apply(mnli)
+    assert str(caught.value) == (
+        "the words are mapped by ids, which mean different labels (hub: 0 entailment, 1 neutral, 2 contradiction; lm-bff: "
+        "0 contradiction, 1 entailment, 2 neutral); map label names, such as {'contradiction': 'No', 'entailment': 'Yes',"
+        " 'neutral': 'Maybe'}, or state whose ids they are, such as --id-order hub"
+    )
+    assert by_id.apply(mnli, "lm-bff").word_of == by_id.apply(mnli.replace(id_order="lm-bff")).word_of == NLI
+    assert by_id.apply(mnli, "hub").word_of["entailment"] == "No"
+    by_csv = MLMConfig(label_word_mapping=dict(enumerate(("a", "b", "c", "d"), 1)))
+    assert by_csv.apply(get_task("ag-news"), "csv").words == ("a", "b", "c", "d")
+    with pytest.raises(
+        TaskError, match=r"mapped by ids, which have no declared order; map label names, such as \{'a': "
+    ):
+        MLMConfig(label_word_mapping={0: "x", 1: "y"}).apply(get_task(MINE))
 
 
 def test_bundled_data_is_none_for_tasks_without_data() -> None:

@@ -15,7 +15,7 @@ from mezzo import api, reports
 from mezzo.cli.parser import given_options
 from mezzo.cli.progress import show_progress, show_summary
 from mezzo.config import OPTIONS, from_file
-from mezzo.errors import ConfigError, DataError
+from mezzo.errors import ConfigError, DataError, join_names
 from mezzo.journal.atomic_files import json_safe
 from mezzo.parallel.transports import torchrun
 from mezzo.runs.folder import Folder
@@ -136,18 +136,31 @@ def _watch(options: Namespace) -> Any:
 
 
 def tasks(options: Namespace) -> Any:
-    if options.action == "show":
-        if not options.name:
-            raise ConfigError("name the task to show: mezzo tasks show NAME ('mezzo tasks' lists them)")
-        task = get_task(options.name, options.family).describe()
-        _show(options, "\n".join(f"{key:<11} {_one_line(value)}" for key, value in task.items()))
-        return task
-    every = [task.describe() for task in list_tasks()]
+    words = options.name[1:] if options.name[:1] in (["show"], ["list"]) else options.name
+    if len(words) > 1:
+        raise ConfigError(f"one task at a time: mezzo tasks {words[0]}")
+    if words:
+        return _show_task(options, words[0])
+    if options.name[:1] == ["show"]:
+        raise ConfigError("name the task to show: mezzo tasks NAME ('mezzo tasks' lists them)")
+    every = [task.describe() for task in list_tasks() if options.family in (None, task.family)]
     lines = [
-        f"{t['name']:<9} {t['family']:<7} {t['metric']:<9} {', '.join(t['words'].values()) or t['kind']}" for t in every
+        f"{t['name']:<9} {t['family']:<7} {t['metric']:<9} {join_names(t['words'].values()) or t['kind']}"
+        for t in every
     ]
     _show(options, "\n".join(lines))
     return every
+
+
+def _show_task(options: Namespace, name: str) -> Any:
+    task = get_task(name, options.family)
+    shown = task.describe()
+    lines = [f"{key:<11} {_one_line(value)}" for key, value in shown.items()]
+    others = [t.family for t in list_tasks() if t.name == task.name and t.family != task.family]
+    if others and not options.family:
+        lines.append(f"also        for {others[0]} models: mezzo tasks {task.name} --family {others[0]}")
+    _show(options, "\n".join(lines))
+    return shown
 
 
 def signal(options: Namespace) -> Any:

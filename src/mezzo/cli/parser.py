@@ -142,8 +142,7 @@ COMMANDS = {
     "tasks": Command(
         help="list the tasks, or show one with a rendered example",
         arguments=(
-            Argument("action", "list or show", nargs="?", choices=("list", "show"), default="list"),
-            Argument("name", "task name or TOML file", nargs="?", metavar="NAME"),
+            Argument("name", "task name or TOML file to show; 'show NAME' is the same", nargs="*", metavar="NAME"),
             Argument("--family", "which of two tasks of that name", choices=("masked", "causal")),
         ),
     ),

@@ -64,9 +64,11 @@ class RunConfig:
         commands=USE, reopen="question", aliases=("task_name",))
     train: str | None = option("task", None, "training data: jsonl, json, csv, tsv, txt, parquet, or a k-shot folder",
         commands=("eval", "signal"), reopen="question", aliases=("train_file", "train_dataset"))
-    dev: str | None = option("task", None, "data that chooses the best checkpoint [a part of train is held out]",
+    dev: str | None = option("task", None,
+        "data that chooses the best checkpoint [that of the train folder, or a part of train is held out]",
         aliases=("dev_file", "validation_file"))
-    test: str | None = option("task", None, "data for the reported accuracy [dev]", aliases=("test_file", "eval_dataset"))
+    test: str | None = option("task", None, "data for the reported accuracy [that of a k-shot folder, or dev]",
+        aliases=("test_file", "eval_dataset"))
     k: int | None = option("task", None, "train on k examples per label, and hold out k more per label as dev",
         at_least=1, commands=("eval", "signal"), reopen="question", aliases=("num_k",))
     data_seed: int | None = option("task", None, "seed of the k-shot sample [the run's seed]",
@@ -76,7 +78,9 @@ class RunConfig:
     columns: tuple[str, ...] = option("task", (),
         "which column of the data is which of the task's, e.g. text=body,label=stars [found by name]",
         pairs="text=body,label=stars", commands=USE, reopen="question")
-    encoding: str = option("task", "utf-8", "how the data files encode text, e.g. latin-1", commands=USE, reopen="question")
+    encoding: str | None = option("task", None,
+        "how the data files encode text [utf-8; where that fails, as the task's files are published, or latin-1]",
+        commands=USE, reopen="question")
     template: str | None = option("task", None, "prompt, e.g. '{text} It was [MASK].' [the task's]",
         commands=USE, reopen="question")
     words: tuple[str, ...] | None = option("task", None, "label words, e.g. negative=bad,positive=good [the task's]",

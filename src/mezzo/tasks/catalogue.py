@@ -30,8 +30,13 @@ def _classes(word_of: dict[str, str], hub: tuple[str, ...] = (), lm_bff: bool = 
     return {"labels": labels, "words": tuple(word_of.values()), "id_orders": orders}
 
 
-def _long(template: str) -> Fields:
-    return {"template": template, "max_length": 256}
+def _long(template: str, **limits: int) -> Fields:
+    return {"template": template, "max_length": 256, **limits}
+
+
+def _short(template: str, **limits: int) -> Fields:
+    """As published: the first text has at most 110 tokens."""
+    return {"template": template, "first_limit": 110, **limits}
 
 
 _TEXT: Fields = {"columns": ("text",)}
@@ -83,11 +88,27 @@ TASKS: dict[str, Fields] = {
                 "very positive": "great",
             }
         ),
+        "masked": _short(T1, other_limit=20),
         "sample": {"text": "pleasant enough , and soon forgotten ."},
     },
-    "mr": {**_SENTIMENT, "sample": {"text": "the jokes arrive late and leave early ."}},
-    "cr": {**_SENTIMENT, "sample": {"text": "the battery lasts for two full days ."}},
-    "mpqa": {**_SENTIMENT, "sample": {"text": "welcomed the decision"}},
+    "mr": {
+        **_SENTIMENT,
+        "encoding": "windows-1252",
+        "masked": _short(T1, other_limit=50),
+        "sample": {"text": "the jokes arrive late and leave early ."},
+    },
+    "cr": {
+        **_SENTIMENT,
+        "encoding": "latin-1",
+        "masked": _short(T1, other_limit=50),
+        "sample": {"text": "the battery lasts for two full days ."},
+    },
+    "mpqa": {
+        **_SENTIMENT,
+        "encoding": "latin-1",
+        "masked": _short(T1),
+        "sample": {"text": "welcomed the decision"},
+    },
     "reviews": {
         **_SENTIMENT,
         "masked": {"template": T1_FELT, "words": ("hated", "loved")},
@@ -106,7 +127,9 @@ TASKS: dict[str, Fields] = {
     "subj": {
         **_TEXT,
         **_classes({"subjective": "subjective", "objective": "objective"}, hub=("objective", "subjective")),
-        "masked": T4,
+        "label_aliases": {"quote": "subjective", "plot": "objective"},  # how its files are called
+        "encoding": "latin-1",
+        "masked": _short(T4, other_limit=50),
         "causal": "{text} This is",
         "sample": {"text": "two brothers return to their village ."},
     },
@@ -135,7 +158,8 @@ TASKS: dict[str, Fields] = {
             "num": "number",
             "numeric": "number",
         },
-        "masked": T5,
+        "encoding": "latin-1",
+        "masked": _short(T5),
         "causal": "Question: {text}\nAnswer type:",
         "sample": {"text": "Which river runs through Vienna ?"},
     },
@@ -176,7 +200,7 @@ TASKS: dict[str, Fields] = {
         "sample": {"text": "My card was charged two times for one ticket."},
     },
     # --- several texts
-    "mnli": {**_ENTAIL_3, "sample": _FACT},
+    "mnli": {**_ENTAIL_3, "masked": _long(T2, first_limit=240), "sample": _FACT},
     "snli": {**_ENTAIL_3, "sample": _FACT},
     "pairs": {**_ENTAIL_3, "sample": _FACT},
     "cb": {
@@ -189,7 +213,7 @@ TASKS: dict[str, Fields] = {
     "rte": {
         **_PAIR,
         **_ENTAIL_2,
-        "masked": _long(T2),
+        "masked": _long(T2, first_limit=240),
         "causal": '{premise}\nDoes this mean that "{hypothesis}" is true? Yes or No?\n',
         "sample": _FACT,
     },
@@ -218,16 +242,16 @@ TASKS: dict[str, Fields] = {
         "columns": ("passage", "question"),
         "label_aliases": _FALSE_TRUE["label_aliases"],
         "column_aliases": {"label": ("answer",)},
-        "masked": _long("{passage} {question:?}? [MASK]."),
-        "causal": "{passage} {question:?}?\n",
+        "masked": _long("{passage} {question:u?}? [MASK]."),
+        "causal": "{passage} {question:u?}?\n",
         "sample": {"passage": "Basalt is a rock formed from cooled lava.", "question": "is basalt a volcanic rock"},
     },
     "wsc": {
         **_FALSE_TRUE,
         "columns": ("text", "span2", "span1"),
         "column_aliases": {span: (f"{span}_text", f"target.{span}_text") for span in ("span1", "span2")},
-        "masked": '{text} Does "{span2}" refer to {span1}? [MASK].',
-        "causal": '{text}\nIn the previous sentence, does the pronoun "{span2}" refer to {span1}? Yes or No?\n',
+        "masked": '{text} Does "{span2:L}" refer to {span1}? [MASK].',
+        "causal": '{text}\nIn the previous sentence, does the pronoun "{span2:L}" refer to {span1}? Yes or No?\n',
         "sample": {"text": "The cup fell off the shelf because it was wet.", "span1": "The cup", "span2": "it"},
     },
     "wic": {

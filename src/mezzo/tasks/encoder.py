@@ -83,6 +83,7 @@ class Encoder:
             candidates=candidates,
             segments=tuple(prepared.segment for prepared, ids in zip(self._nodes, node_ids, strict=True) for _ in ids),
             answers=tuple(self.task.answers(example)) if self.task.kind == "generation" else (),
+            right=self.task.right_choices(example),
         )
 
     def batch(self, examples: Iterable[Example], demo_choice: int | None = None) -> Batch:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mezzo.errors import DataError, nearest
+from mezzo.errors import DataError, join_names, nearest
 from mezzo.tasks.task import Task, as_texts
 
 IdOrder = str | Sequence[str] | Mapping[int, str] | None
@@ -49,7 +49,7 @@ class LabelReader:
             self._set_id_order(names)
 
     def is_name(self, value: Any) -> bool:
-        return _normalize(str(value)) in self._index
+        return self._find(value) is not None
 
     def could_be_label(self, value: Any) -> bool:
         """Could this be a label? Used to recognise files without a header."""
@@ -61,20 +61,25 @@ class LabelReader:
 
     def read(self, value: Any, where: str) -> int:
         """The index of a label."""
-        name = _normalize(str(value))
-        if name in self._index:
-            return self._index[name]
+        if (index := self._find(value)) is not None:
+            return index
         if (number := _parse_id(value)) is None:
-            labels, hint = ", ".join(self.task.labels), nearest(name, self._index)
+            labels, hint = join_names(self.task.labels), nearest(_normalize(str(value)), self._index)
+            hint = hint or "; rename it, or give a task file that lists it under label_aliases"
             raise DataError(f"{where}: unknown label {_short_repr(value)}; labels are {labels}{hint}")
         if self._index_of_id is None:
             raise DataError(f"{where}: label {_short_repr(value)} is an id, and {self._missing_order()}")
         if number not in self._index_of_id:
-            ids = ", ".join(f"{i} {self.task.labels[label]}" for i, label in sorted(self._index_of_id.items()))
+            ids = join_names(f"{i} {self.task.labels[label]}" for i, label in sorted(self._index_of_id.items()))
             raise DataError(
                 f"{where}: unknown label {_short_repr(value)}; ids are {ids}; a task file states others by id_order"
             )
         return self._index_of_id[number]
+
+    def _find(self, value: Any) -> int | None:
+        """The index of a label by its name; of `COARSE:fine`, the coarse one, as in TREC."""
+        name = _normalize(str(value))
+        return self._index.get(name, self._index.get(name.partition(":")[0]))
 
     def _declared_order(self, name: str) -> Sequence[str]:
         orders = self.task.id_orders
@@ -91,7 +96,7 @@ class LabelReader:
 
     def _label_index(self, label: str) -> int:
         if (index := self._index.get(_normalize(str(label)))) is None:
-            labels, hint = ", ".join(self.task.labels), nearest(str(label), self.task.labels)
+            labels, hint = join_names(self.task.labels), nearest(str(label), self.task.labels)
             raise DataError(f"id_order names {label!r}, but the labels are {labels}{hint}")
         return index
 
@@ -99,26 +104,22 @@ class LabelReader:
         """Why an id cannot be read, and what to do."""
         task = self.task
         if not task.id_orders:
-            example = ", ".join(map(repr, task.labels))
+            example = join_names(map(repr, task.labels))
             return f"task {task.name!r} declares no id order; state what ids 0, 1, … mean in its file: id_order = [{example}]"
-        orders = "; ".join(
-            f"{source}: {', '.join(f'{i} {label}' for i, label in enumerate(order) if label)}"
-            for source, order in task.id_orders.items()
-        )
         first = next(iter(task.id_orders))
-        return f"task {task.name!r} knows several id orders ({orders}); state one, such as --id-order {first}"
+        return f"task {task.name!r} knows several id orders ({task.describe_id_orders()}); state one, such as --id-order {first}"
 
 
 def choice_label(value: Any, candidates: Sequence[str], where: str) -> int:
-    """The index of the correct candidate of a choice, which is given by its index or by its text (or several texts)."""
+    """The index of the correct candidate of a choice, which is given by its index or by its text; of several, the first."""
     if (number := _parse_id(value)) is not None:
         if not 0 <= number < len(candidates):
             raise DataError(f"{where}: label {number} for {len(candidates)} candidates; give an index from 0")
         return number
     answers = as_texts(value)
-    for index, candidate in enumerate(candidates):
-        if candidate in answers:
-            return index
+    for answer in answers:
+        if answer in candidates:
+            return candidates.index(answer)
     raise DataError(f"{where}: none of the answers {_short_repr(answers)} is among the {len(candidates)} candidates")
 
 

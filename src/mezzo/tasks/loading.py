@@ -45,13 +45,14 @@ def load_examples(
     id_order: IdOrder = None,
     labelled: Labelled = True,
     columns: Mapping[str, str] | None = None,
-    encoding: str = "utf-8",
+    encoding: str | None = None,
 ) -> list[Example]:
     """Examples of `task` from a path, a folder with splits, a list of dicts, a Hugging Face dataset or a data frame.
 
     `id_order` says what integer labels mean: the name of an order the task declares, or label names in id order.
     `labelled`: True refuses rows without a label, False keeps them, 'skip' leaves them out, 'ignore' reads no labels.
-    `columns` names what cannot be guessed, task column → column of the data. `hub:NAME` or `hub:NAME:CONFIG` is loaded
+    `columns` names what cannot be guessed, task column → column of the data. `encoding` is that of a file; None: UTF-8, or
+    where that fails that of the task's published files, or latin-1. `hub:NAME` or `hub:NAME:CONFIG` is loaded
     with the `datasets` library.
     """
     task = get_task(task)
@@ -76,33 +77,59 @@ def bundled_data(task_name: str, split: str) -> Path | None:
     return path if path.is_file() else None
 
 
+def is_k_shot(folder: Path) -> bool:
+    """Is this a folder of LM-BFF's layout, `TASK/K-SEED`?"""
+    return _K_SHOT.fullmatch(folder.name) is not None
+
+
 # --- from a source to a table
 
 
-def _table_from_path(path: Path, options: _LoadOptions, split: str | None, encoding: str) -> Table:
+def _table_from_path(path: Path, options: _LoadOptions, split: str | None, encoding: str | None) -> Table:
     if path.is_dir():
-        path = _split_file(path, split)
+        if (file := find_split(path, split)) is None:
+            return _table_from_label_files(path, options, split, encoding)
+        path = file
     if not path.exists():
         neighbours = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         raise DataError(f"no file {str(path)!r}{nearest(path.name, neighbours) or '; check the path'}")
-    table, has_header = read_file(path, encoding), True
+    table, has_header = read_file(path, encoding, options.task.encoding), True
     if isinstance(table, RawTable):
         needs_label = options.labelled not in (False, "ignore")
         table, has_header = name_columns(options.task, table, options.labels, needs_label, options.columns)
-    if not has_header or _K_SHOT.fullmatch(path.parent.name):
+    if not has_header or is_k_shot(path.parent):
         options.labels.use_layout_order("lm-bff", "csv")  # whose files have no header, or lie in K-SEED folders
     return table
 
 
-def _split_file(folder: Path, split: str | None) -> Path:
-    files = {path.stem: path for suffix in reversed(READERS) for path in sorted(folder.glob(f"*{suffix}"))}
+def find_split(folder: Path, split: str | None) -> Path | None:
+    """The file of a split in a folder."""
+    files = _data_files(folder)
     synonyms = next((names for names in _SPLITS if split in names), ())
-    for name in (split or "", *synonyms):
-        if name in files:
-            return files[name]
-    found = ", ".join(sorted(path.name for path in files.values())) or "no data files"
-    problem = "name a split" if split is None else f"no file for split {split!r}"
-    raise DataError(f"{folder} is a folder: {problem}; found {found}")
+    return next((files[name] for name in (split or "", *synonyms) if name in files), None)
+
+
+def _data_files(folder: Path) -> dict[str, Path]:
+    return {path.stem: path for suffix in reversed(READERS) for path in sorted(folder.glob(f"*{suffix}"))}
+
+
+def _table_from_label_files(folder: Path, options: _LoadOptions, split: str | None, encoding: str | None) -> Table:
+    """All rows of a folder with one file of lines per label (`rt-polarity.pos`, `quote.tok.gt9.5000`)."""
+    task, labels = options.task, options.labels
+    named = [(part, path) for path in sorted(folder.iterdir()) for part in path.name.split(".") if labels.is_name(part)]
+    files = {labels.read(part, ""): path for part, path in named}
+    if split not in (None, "train") or len(task.columns) > 1 or not len(task.labels) == len(named) == len(files):
+        found = ", ".join(sorted(path.name for path in _data_files(folder).values())) or "no data files"
+        problem = "name a split" if split is None else f"no file for split {split!r}"
+        raise DataError(f"{folder} is a folder: {problem}; found {found}")
+    tables = {label: read_file(path, encoding, task.encoding, suffix=".txt") for label, path in files.items()}
+    rows = [
+        {task.label_column: task.labels[label], task.columns[0]: cells[0]}
+        for label, table in tables.items()
+        if isinstance(table, RawTable)
+        for _, cells in table.rows
+    ]
+    return Table(str(folder), list(enumerate(rows, 1)), "row")
 
 
 def _load_from_hub(name: str, split: str | None) -> Any:
@@ -175,7 +202,7 @@ def _example(fields: dict[str, Any], value: Any, options: _LoadOptions, where: s
     if task.kind == "generation":
         return Example({**fields, task.label_column: as_texts(value)}, 0)
     if task.kind == "choice":
-        candidates = [text for column in task.candidates for text in as_texts(fields[column])]
+        candidates = task.choices(fields)
         answers = {} if isinstance(value, int) else {task.label_column: as_texts(value)}
         return Example({**fields, **answers}, choice_label(value, candidates, where))
     return Example(fields, labels.read(value, where))
