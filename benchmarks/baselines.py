@@ -83,8 +83,9 @@ class Baseline:
     """Options of the run that differ from the defaults."""
 
 
-# The best known rates of SPSA by space, for the bundled models. The others follow from them and from the slopes at the start (about
-# 15 for all parameters, 2 for LoRA): MEAZO and FZOO divide by these, and a mean of eight directions allows eight times the step.
+# The best known rates of SPSA by space, for the bundled models. The others follow from them and from the slopes at the start,
+# about 15 for all parameters and 2 for LoRA: MEAZO and FZOO divide by these, and a mean of eight directions allows steps eight
+# times as long.
 SPSA_RATES = {"full": 2e-5, "matrices": 2e-5, "lora": 1e-3, "head": 1.5e-3, "prefix": 0.3}
 MEAZO_RATES = {"full": 3e-4, "matrices": 3e-4, "lora": 2e-3, "head": 1e-2, "prefix": 0.3}
 FZOO_RATES = {space: 8 * rate for space, rate in MEAZO_RATES.items()}

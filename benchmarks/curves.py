@@ -65,12 +65,11 @@ def cells_of(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Curve]]:
     cells: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
     for row in rows:
         cells.setdefault(tuple(row[name] for name in CELL), {}).setdefault(row["method"], []).append(row)
-    return {
-        cell: [
-            choose(methods[name]) for name in sorted(methods, key=lambda name: (name != "solve", name == "adam", name))
-        ]
-        for cell, methods in cells.items()
-    }
+    return {cell: [choose(methods[name]) for name in sorted(methods, key=_order)] for cell, methods in cells.items()}
+
+
+def _order(method: str) -> tuple[bool, bool, str]:
+    return method != "solve", method == "adam", method
 
 
 def choose(rows: Sequence[Row]) -> Curve:
@@ -163,18 +162,20 @@ def _thousands(value: float) -> str:
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """One row of charts a cell: test loss and test accuracy over example-forwards, with a standard error on either side."""
-    cells = [(_title(cell), charts(found)) for cell, found in cells_of(rows).items()]
+    names = sorted({row["method"] for row in rows}, key=_order)
+    cells = [(_title(cell), charts(found, names)) for cell, found in cells_of(rows).items()]
     render: Callable[[list[tuple[str, list[Chart]]]], bytes] = _to_svg if path.suffix == ".svg" else _to_png
     path.write_bytes(render(cells))
 
 
-def charts(found: Sequence[Curve]) -> list[Chart]:
-    """Without what was there before training: it would take most of the room."""
+def charts(found: Sequence[Curve], names: Sequence[str]) -> list[Chart]:
+    """The charts of a cell, from the first checkpoint on: what was there before training would take most of the room. The place
+    in `names` is a method's colour."""
     made = []
     for name in ("loss", "accuracy"):
         lines, ceilings = [], []
-        for colour, curve in enumerate(found):
-            points = getattr(curve, name)
+        for curve in found:
+            points, colour = getattr(curve, name), names.index(curve.method)
             if len(points) == 1:
                 ceilings.append(Baseline(curve.method, points[0][0], colour))
                 continue

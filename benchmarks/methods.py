@@ -1,4 +1,4 @@
-"""Training methods at equal example-forwards (forward passes × examples): each (model, task, space, k, seed, method, lr) is a run.
+"""Training methods at equal example-forwards (forward passes × examples): a run for each model, task, space, k, seed, method, lr.
 
 python benchmarks/methods.py --data DIR --tasks trec,sst-5 --k all --spaces full,lora --processes 16 --limit 1500 --out runs.jsonl
 python benchmarks/methods.py --table runs.jsonl --picture runs.svg
@@ -43,7 +43,7 @@ ADAM_RATE = 3e-5
 # Checkpoints: the budget and what is left of it after each division by √2, as far as a 32nd.
 HALVINGS = 5
 # Prompts for causal models, where the package's task has one for masked models only.
-CAUSAL_TEMPLATES = {"sst-5": "{text} It was", "mr": "{text} It was", "trec": "Question: {text}\nType:"}
+CAUSAL_TEMPLATES = {"sst-5": "{text} It was", "mr": "{text} It was", "trec": "Question: {text}\nType of answer:"}
 Figures = dict[str, float]
 
 

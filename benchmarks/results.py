@@ -58,7 +58,7 @@ def one(job: dict[str, Any]) -> dict[str, Any]:
         "best_step",
         "steps",
         "zero_slope_share",
-        "forward_passes",
+        "example_forwards",
         "digest",
     )
     return {**job["key"], **{k: found[k] for k in keys if k in found}, "seconds": round(time.monotonic() - began, 1)}
@@ -157,15 +157,15 @@ def table(path: Path) -> None:
         if "error" not in row:
             groups.setdefault((row["task"], row["k"], row["method"]), []).append(row)
     print(
-        "| task | k | method | zero-shot | calibrated | result | seeds | forward passes |\n|---|---|---|---|---|---|---|---|"
+        "| task | k | method | zero-shot | calibrated | result | seeds | example-forwards |\n|---|---|---|---|---|---|---|---|"
     )
     for (task, k, method), found in sorted(groups.items()):
         zero, calibrated = (100 * found[0][key] for key in ("zero_shot", "zero_shot_calibrated"))
         values = [100 * row["value"] for row in found]
         spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-        passes = found[0].get("forward_passes", "–")
+        forwards = found[0].get("example_forwards", "–")
         result = f"{statistics.mean(values):.1f}{spread}"
-        print(f"| {task} | {k} | {method} | {zero:.1f} | {calibrated:.1f} | {result} | {len(values)} | {passes} |")
+        print(f"| {task} | {k} | {method} | {zero:.1f} | {calibrated:.1f} | {result} | {len(values)} | {forwards} |")
 
 
 def main() -> None:
