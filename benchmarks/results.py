@@ -136,7 +136,9 @@ def run_all(
     """Processes that take one job after the other: starting one for each would cost more than a short run. Each result is a line
     of `out`, whose first `shown` characters are printed."""
     began, left = time.monotonic(), len(jobs)
+    torn = out.exists() and out.read_bytes()[-1:] not in (b"", b"\n")
     with multiprocessing.get_context("spawn").Pool(at_once) as pool, out.open("a") as file:
+        file.write("\n" if torn else "")  # a line that a kill cut off must not take the next one with it
         found = pool.imap_unordered(run, jobs)
         try:
             while left:
