@@ -232,6 +232,8 @@ def check(options: argparse.Namespace) -> None:
     if options.picture and options.picture.suffix not in (".svg", ".png"):
         raise MezzoError(f"--picture draws .svg or .png, not {options.picture.name!r}")
     if options.table:
+        if not curves.read(options.table):
+            raise MezzoError(f"there are no finished runs in {str(options.table)!r}")
         return
     for task in options.tasks:
         get_task(task)
@@ -251,7 +253,7 @@ def main() -> None:
         run_all(jobs, options.processes, options.out, options.limit, run, shown=200)
     rows = curves.read(options.table or options.out)
     print(curves.table(rows))
-    if options.picture:
+    if options.picture and rows:
         curves.draw(rows, options.picture)
 
 

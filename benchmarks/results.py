@@ -134,7 +134,7 @@ def run_all(
     shown: int | None = None,
 ) -> None:
     """Processes that take one job after the other: starting one for each would cost more than a short run. Each result is a line
-    of `out`, whose first `shown` characters are printed."""
+    of `out`, whose first `shown` characters are printed, errors whole."""
     began, left = time.monotonic(), len(jobs)
     torn = out.exists() and out.read_bytes()[-1:] not in (b"", b"\n")
     with multiprocessing.get_context("spawn").Pool(at_once) as pool, out.open("a") as file:
@@ -142,11 +142,12 @@ def run_all(
         found = pool.imap_unordered(run, jobs)
         try:
             while left:
-                line = json.dumps(found.next(timeout=max(0.0, limit - (time.monotonic() - began))))
+                row = found.next(timeout=max(0.0, limit - (time.monotonic() - began)))
+                line = json.dumps(row)
                 left -= 1
                 file.write(line + "\n")
                 file.flush()
-                print(line[:shown], flush=True)
+                print(line if "error" in row else line[:shown], flush=True)
         except multiprocessing.TimeoutError:
             print(f"time is up: {left} of {len(jobs)} not finished", flush=True)
 
