@@ -10,7 +10,7 @@ import pytest
 import mezzo
 from mezzo.cli import main
 from mezzo.errors import ConfigError
-from mezzo.runs.health import Health, verdict
+from mezzo.runs.health import Health
 from mezzo.runs.trackers import Trackers, event_figures
 from tests.conftest import SENTENCES
 
@@ -66,25 +66,6 @@ def test_overfitting_is_reported_only_when_the_training_loss_falls():
     assert warning_kinds(FALLING, evaluations=[(0, 0.6, 0.6), (200, 0.5, 0.7), (400, 0.7, 0.8)]) == [], (
         "dev accuracy still rises"
     )
-
-
-@pytest.mark.parametrize(
-    ("kinds", "value", "interval", "best", "word"),
-    [
-        ((), 0.85, (0.82, 0.88), 900, "worked"),
-        (("overfitting",), 0.85, (0.82, 0.88), 300, "worked"),
-        (("overfitting",), 0.76, (0.72, 0.80), 300, "overfits"),
-        ((), 0.77, (0.73, 0.80), 900, "unclear"),
-        ((), 0.74, (0.70, 0.78), 0, "did not move"),
-        ((), 0.60, (0.55, 0.65), 900, "got worse"),
-        (("diverging",), 0.74, (0.70, 0.78), 0, "diverged"),
-        (("no signal",), 0.74, (0.70, 0.78), 0, "no signal"),
-        (("no signal",), 0.85, (0.82, 0.88), 0, "worked"),
-        ((), None, None, 0, "not tested"),
-    ],
-)
-def test_verdict(kinds, value, interval, best, word):
-    assert verdict(set(kinds), value, interval, 0.70, 0.75, best).word == word
 
 
 # ---- real runs

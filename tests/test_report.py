@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 
 import mezzo
 from mezzo.cli import main
+from mezzo.drawing import Chart, Series, render_svg
+from mezzo.drawing.svg import ticks
 from mezzo.errors import RunFailed
 from mezzo.reports import make_server, read_run
-from mezzo.reports.charts import Chart, Series, run_charts
-from mezzo.reports.svg import render_svg, ticks
+from mezzo.reports.charts import run_charts
 
 HOSTILE = "<script>window.hacked = 1</script>\"'><img src=x onerror='window.hacked = 1'>&<b>"
 WIDTHS = {"phone": 390, "desktop": 1280}
