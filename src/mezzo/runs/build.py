@@ -29,7 +29,7 @@ from mezzo.runs.budget import parse_budget
 from mezzo.runs.events import Events, Observer
 from mezzo.runs.folder import Folder, holds_run
 from mezzo.runs.health import Health
-from mezzo.runs.outcome import Tested, read_answers
+from mezzo.runs.outcome import Assessment, read_answers
 from mezzo.runs.session import Session
 from mezzo.runs.setup import Setup, resolve_setup
 from mezzo.runs.trackers import Trackers, check_installed
@@ -224,7 +224,7 @@ def _start(
             folder.wanted_workers,
         )
     untrained = [
-        Tested(_parse_evaluation(e), read_answers(e, setup.splits.test, setup.task))
+        Assessment(_parse_evaluation(e), read_answers(e, setup.splits.test, setup.task))
         for e in earlier
         if e.get("event") == "zero-shot"
     ]

@@ -40,7 +40,7 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True)
-class Tested:
+class Assessment:
     """An evaluation on the test examples, with the answers where they are known."""
 
     evaluation: Evaluation
@@ -116,7 +116,9 @@ class Gains:
     """The figure of always answering the most frequent label."""
 
 
-def measure_gains(before: Tested | None, after: Tested | None, examples: Sequence[Example], task: Task) -> Gains:
+def measure_gains(
+    before: Assessment | None, after: Assessment | None, examples: Sequence[Example], task: Task
+) -> Gains:
     majority = majority_figure(examples, task)
     if before is None or after is None:
         return Gains(len(examples), majority=majority)
@@ -164,7 +166,7 @@ def majority_figure(examples: Sequence[Example], task: Task) -> float | None:
 
 
 def describe_changes(
-    before: Tested | None, after: Tested | None, examples: Sequence[Example], task: Task
+    before: Assessment | None, after: Assessment | None, examples: Sequence[Example], task: Task
 ) -> dict[str, Any]:
     """The fields of a Run about single answers."""
     if after is None or after.answers is None:

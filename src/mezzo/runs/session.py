@@ -22,7 +22,7 @@ from mezzo.replay.replay import bring_to, check_base, load_snapshot
 from mezzo.runs.events import Events
 from mezzo.runs.folder import Folder
 from mezzo.runs.mistakes import list_mistakes
-from mezzo.runs.outcome import Tested, collect_answers, describe_changes, measure_gains
+from mezzo.runs.outcome import Assessment, collect_answers, describe_changes, measure_gains
 from mezzo.runs.result import Run, read_curve
 from mezzo.runs.setup import Setup
 from mezzo.runs.trainer import MeZOTrainer
@@ -46,7 +46,7 @@ class Session:
     earlier: list[dict[str, Any]] = field(default_factory=list)
     """Metrics that the run had written before it was resumed."""
     start_time: float = field(default_factory=time.monotonic)
-    untrained: Tested | None = None
+    untrained: Assessment | None = None
     """The model on the test examples as it came."""
     _slopes: list[float] = field(default_factory=list)
 
@@ -112,10 +112,10 @@ class Session:
             return f"--budget N, N more than {trainer.spent:,} example-forwards"
         return f"--steps N, N more than {trainer.step}"
 
-    def _test(self) -> tuple[DetailedEvaluation, Tested]:
+    def _test(self) -> tuple[DetailedEvaluation, Assessment]:
         test = self.setup.splits.test
         detail = self.setup.evaluate_in_detail(self.engine, test)
-        return detail, Tested(detail.evaluation, collect_answers(detail, test, self.setup.task))
+        return detail, Assessment(detail.evaluation, collect_answers(detail, test, self.setup.task))
 
     # ---- running
 
@@ -166,7 +166,7 @@ class Session:
         steps, digest = trainer.step, self.engine.digest()
         best = trainer.best.step if trainer.best else steps
         test, task, method = self.setup.splits.test, self.setup.task, str(self.setup.config.method)
-        trained: Tested | None = None
+        trained: Assessment | None = None
         if test:
             self._go_to(best)
             detail, trained = self._test()
