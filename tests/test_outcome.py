@@ -277,6 +277,7 @@ def test_frame_has_a_row_per_step(options):
     metrics = [json.loads(line) for line in Path(run.out, "metrics.jsonl").read_text().splitlines()]
     assert frame["gain"].dropna().tolist() == [entry["gain"] for entry in metrics if entry["event"] == "step"]
     assert frame["loss"].dtype == float
+    assert "lr" not in frame, "solve has none"
 
 
 def test_a_missing_package_is_one_line(options, monkeypatch):
@@ -296,7 +297,9 @@ def test_a_missing_package_is_one_line(options, monkeypatch):
 def test_plot_and_html_show_the_curve():
     curve = tuple({"step": n, "example_forwards": 1000 * n, "value": 0.5 + n / 10, "loss": 0.5} for n in range(4))
     run = mezzo.Run("my <run>", 3, value=0.8, curve=curve)
-    (line,) = run.plot().axes[0].lines
+    figure = run.plot()
+    assert figure._repr_png_()[:8] == b"\x89PNG\r\n\x1a\n", "a notebook shows it"
+    (line,) = figure.axes[0].lines
     assert line.get_xdata().tolist() == [0, 1000, 2000, 3000]
     page = run._repr_html_()
     assert page.startswith("<table>") and "my &lt;run&gt;" in page

@@ -22,7 +22,13 @@ def make_figure(chart: Chart) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
-    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    class ShownFigure(Figure):
+        """A notebook shows it even where pyplot has not been imported."""
+
+        def _repr_png_(self) -> bytes:
+            return _to_png(self)
+
+    figure = ShownFigure(figsize=(6, 3.6), layout="constrained")
     axes: Any = figure.subplots()
     for series in chart.series:
         colour = COLOURS[series.colour % len(COLOURS)]
@@ -49,6 +55,10 @@ def make_figure(chart: Chart) -> Any:
 
 
 def render_png(chart: Chart) -> bytes:
+    return _to_png(make_figure(chart))
+
+
+def _to_png(figure: Any) -> bytes:
     out = io.BytesIO()
-    make_figure(chart).savefig(out, format="png", dpi=144)
+    figure.savefig(out, format="png", dpi=144)
     return out.getvalue()

@@ -15,7 +15,6 @@ from functools import partial
 from mezzo.drawing import Baseline, Chart, Series
 from mezzo.reports.metrics import RecordedEvaluation
 from mezzo.reports.run_data import RunData
-from mezzo.types import StepRecord
 
 # Most points of a line; more are aggregated, because no screen shows them.
 BUCKETS = 100
@@ -87,24 +86,22 @@ def _judged(run: RunData) -> Iterator[Chart]:
     steps = [record for record in run.records if all(math.isfinite(record.notes.get(key, math.nan)) for key in JUDGED)]
     if run.method != "solve" or not steps:
         return
-    x_before, x_after = ([_position(run, record, place) for record in steps] for place in (0, 1))
+    x = [_x(run, record.step + 1, _over_forwards(run)) for record in steps]
     before, gain, error = ([record.notes[key] for record in steps] for key in ("before", "gain", "gain_error"))
     after = [loss - (0.0 if r.update.empty else won) for loss, won, r in zip(before, gain, steps, strict=True)]
     losses = (
-        Series("before the move", x_before, before, 0, True),
-        Series("after it", x_after, after, 2, True),
+        Series("before the move", x, before, 0, True),
+        Series("after it", x, after, 2, True),
     )
     yield _over(run, Chart("judged-loss", "loss of the judging examples", losses))
     low, high = ([g + sign * e for g, e in zip(gain, error, strict=True)] for sign in (-1, 1))
-    line = Series("gain", x_after, gain, 2, True, low, high)
+    line = Series("gain", x, gain, 2, True, low, high)
     note = f"band: one standard error; {sum(not r.update.empty for r in steps)} of {len(run.records)} moves were taken"
     yield _over(run, Chart("gain", "gain of the best move", (line,), (Baseline("no gain", 0.0),), note=note))
     sizes = (("directions", "directions", 0), ("fitted", "fitted examples", 1), ("judged", "judging examples", 2))
-    lines = tuple(
-        Series(name, x_after, [record.notes[key] for record in steps], colour, True) for key, name, colour in sizes
-    )
+    lines = tuple(Series(name, x, [record.notes[key] for record in steps], colour, True) for key, name, colour in sizes)
     yield _over(run, Chart("step-size", "size of a step", lines, from_zero=True))
-    eps = Series("ε", x_after, [record.notes["eps"] for record in steps], 5, True)
+    eps = Series("ε", x, [record.notes["eps"] for record in steps], 5, True)
     yield _over(run, Chart("eps", "ε of the probes", (eps,), from_zero=True))
 
 
@@ -170,11 +167,6 @@ def _over(run: RunData, chart: Chart) -> Chart:
 def _x(run: RunData, position: int, over_forwards: bool) -> float:
     """The place of a journal position."""
     return run.forwards.get(position, run.spent or 0.0) if over_forwards else position
-
-
-def _position(run: RunData, record: StepRecord, after: int) -> float:
-    """Before a step (0) or after it (1)."""
-    return _x(run, record.step + after, _over_forwards(run))
 
 
 def _best(run: RunData) -> float | None:

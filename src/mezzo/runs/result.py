@@ -15,9 +15,6 @@ from mezzo.errors import ConfigError
 from mezzo.journal.journal import NAME as JOURNAL
 from mezzo.runs.folder import Folder
 
-# Fields of a step that are no columns of a frame.
-NOT_IN_FRAME = ("event", "step", "slopes", "spent", "forwards")
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -124,10 +121,11 @@ class Run:
         except ImportError:
             raise ConfigError("to_frame() needs pandas, which is not installed: pip install pandas") from None
         rows: dict[int, dict[str, Any]] = {}
+        left_out = ("event", "step", "slopes", "spent", "forwards", *(() if self.moves is None else ("lr",)))
         for entry in Folder(Path(self.out)).metrics():
             row = {"example_forwards": entry.get("spent")}
             if entry.get("event") == "step":  # its row has the position after it
-                row |= {name: _number(value) for name, value in entry.items() if name not in NOT_IN_FRAME}
+                row |= {name: _number(value) for name, value in entry.items() if name not in left_out}
                 rows.setdefault(int(entry["step"]) + 1, {}).update(row)
             elif entry.get("event") == "evaluation":
                 row |= {f"dev_{entry['metric']}": _number(entry["value"]), "dev_loss": _number(entry["loss"])}
