@@ -15,6 +15,10 @@ Kind = Literal["diverging", "no signal", "overfitting"]
 RECENT = 10
 # Steps whose mean counts as the training loss around a step, for comparison with dev: solve has few and large steps.
 WINDOW = {"solve": 4, "spsa": 50}
+AGAINST_DIVERGENCE = {
+    "solve": "a smaller --eps or more training examples; the best checkpoint so far is kept",
+    "spsa": "an --lr three to ten times smaller, or bound single steps with --clip; the best checkpoint so far is kept",
+}
 # Consecutive steps without any slope after which there is no signal.
 ZERO_SLOPES = 20
 
@@ -111,17 +115,8 @@ class Health:
         )
 
     def _diverging(self, step: int, what: str, first: float, now: float) -> Finding:
-        remedy = (
-            "an --lr three to ten times smaller, or bound single steps with --clip"
-            if self.method == "spsa"
-            else "a smaller --eps, or with more training examples"
-        )
-        return Finding(
-            "diverging",
-            step,
-            f"the run is diverging: the {what} was {first:.3g} at first and is {now:.3g} now. Start again with {remedy}; "
-            "the best checkpoint so far is kept",
-        )
+        said = f"the run is diverging: the {what} was {first:.3g} at first and is {now:.3g} now. Start again with "
+        return Finding("diverging", step, said + AGAINST_DIVERGENCE[self.method])
 
     @property
     def _window(self) -> int:
