@@ -15,7 +15,7 @@ from mezzo.errors import TaskError
 from mezzo.tasks import Encoder, Task, get_task, list_tasks
 from mezzo.types import Example, Readout
 
-MASKED = [task for task in list_tasks() if task.family == "masked"]
+STAR_TASKS = [task for task in list_tasks() if task.family == "masked" and "*mask*" in task.template]
 
 # --- a reference implementation of the grammar: one function that shares no code
 
@@ -126,7 +126,7 @@ def example_of(task: Task, texts: list[str], label: int = 0) -> Example:
     return Example(dict(zip(task.columns, texts, strict=True)), label)
 
 
-@pytest.mark.parametrize("task", MASKED, ids=lambda task: task.name)
+@pytest.mark.parametrize("task", STAR_TASKS, ids=lambda task: task.name)
 def test_masked_tasks_match_the_reference_grammar(task: Task, tokenizer: Any) -> None:
     encoder = Encoder(task, tokenizer)
     for first in [*ODD, "word " * 10_000]:

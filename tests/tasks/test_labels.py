@@ -123,6 +123,31 @@ def test_k_shot_folders_and_headerless_files_use_the_lm_bff_order(tmp_path: Path
     assert words("mnli", folder, split="dev") == ["No"]
 
 
+def test_ag_news_counts_from_1_in_its_csv_files_and_from_0_on_the_hub(tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    path.write_text('"4","New chip","A chip was announced."\n"1","Summit","Leaders met."\n', encoding="utf-8")
+    assert words("ag-news", path) == ["technology", "world"]
+    assert [example.fields["text"] for example in load_examples(path, "ag-news")][1] == "Leaders met."
+    assert words("ag-news", rows("ag-news", [3, 0]), id_order="hub") == ["technology", "world"]
+    assert words("ag-news", rows("ag-news", ["Sci/Tech", "World"])) == ["technology", "world"]
+    with pytest.raises(DataError, match=r"several id orders \(hub: 0 world, .*; csv: 1 world, .* --id-order hub"):
+        words("ag-news", rows("ag-news", [1]))
+
+
+def test_columns_of_topic_data_sets_are_known() -> None:
+    assert words("banking77", [{"text": "a", "category": "age_limit"}, {"text": "b", "category": "change pin"}]) == [
+        "age",
+        "change",
+    ]
+    assert words("emotion", [{"text": "a", "label": 3}]) == ["angry"]
+
+
+def test_label_text_outranks_the_id_beside_it() -> None:
+    assert words("trec", [{"text": "a", "label": 0, "label_text": "HUM"}]) == ["Human"]
+    assert words("sst-2", [{"text": "a", "label": 0, "label_text": "a remark"}]) == ["terrible"]
+    assert words("sst-2", [{"text": "a", "label": 0, "label_text": "pos"}], columns={"label": "label"}) == ["terrible"]
+
+
 def test_label_names_in_a_parquet_file_define_its_ids(tmp_path: Path) -> None:
     table = arrow.Table.from_pylist(rows("mnli", [0, 1, 2]))
     names = {"info": {"features": {"label": {"names": list(NLI["hub"]), "_type": "ClassLabel"}, "premise": {}}}}

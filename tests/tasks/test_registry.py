@@ -13,6 +13,7 @@ from mezzo.errors import TaskError
 from mezzo.tasks import MLMConfig, Task, bundled_data, get_task, list_tasks
 from mezzo.types import Example
 
+FAMILIES = ("masked", "causal")
 T1 = "*cls**sent_0*_It_was*mask*.*sep+*"
 T2 = "*cls**sent-_0*?*mask*,*+sentl_1**sep+*"
 T3 = "*cls**sent_0**mask*,*+sentl_1**sep+*"
@@ -101,6 +102,32 @@ CAUSAL: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     ),
 }
 
+# tasks that were published for the other family, or not with a prompt: rendered for texts A., B., C., and the words
+PAIR_3 = 'Suppose A. Can we infer that "B."? Yes, No, or Maybe?\n'
+INTENTS = 77
+OURS: dict[tuple[str, str], tuple[str, list[str] | int]] = {
+    **{("causal", name): ("A. It was", ["terrible", "great"]) for name in ("mr", "cr", "mpqa", "reviews")},
+    ("causal", "sst-5"): ("A. It was", list(DEGREES.values())),
+    ("causal", "subj"): ("A. This is", ["subjective", "objective"]),
+    ("causal", "cola"): ("A. This is", ["incorrect", "correct"]),
+    ("causal", "trec"): ("Question: A.\nAnswer type:", list(TREC.values())),
+    **{("causal", name): (PAIR_3, ["No", "Yes", "Maybe"]) for name in ("mnli", "snli", "pairs")},
+    ("causal", "qnli"): ('B.\nDoes this answer the question "A."? Yes or No?\n', ["Yes", "No"]),
+    ("causal", "mrpc"): ("A.\nB.\nDo these two sentences mean the same? Yes or No?\n", ["No", "Yes"]),
+    ("causal", "qqp"): ("A.\nB.\nDo these two questions ask the same? Yes or No?\n", ["No", "Yes"]),
+    ("masked", "cb"): ("A? [MASK], b.", ["Yes", "No", "Maybe"]),
+    ("masked", "boolq"): ("A. B.? [MASK].", ["Yes", "No"]),
+    ("masked", "wsc"): ('A. Does "B." refer to C.? [MASK].', ["No", "Yes"]),
+    ("masked", "wic"): ('B. C. Does "A." have the same meaning? [MASK].', ["No", "Yes"]),
+    ("masked", "multirc"): ('A. B. Is "C." correct? [MASK].', ["No", "Yes"]),
+    ("masked", "ag-news"): ("A. This news is about [MASK].", ["world", "sports", "business", "technology"]),
+    ("causal", "ag-news"): ("A. This news is about", ["world", "sports", "business", "technology"]),
+    ("masked", "emotion"): ("A. I felt [MASK].", ["sad", "happy", "loving", "angry", "afraid", "surprised"]),
+    ("causal", "emotion"): ("A. I felt", ["sad", "happy", "loving", "angry", "afraid", "surprised"]),
+    ("masked", "banking77"): ("A. This is about [MASK].", INTENTS),
+    ("causal", "banking77"): ("A. This is about", INTENTS),
+}
+
 
 @pytest.mark.parametrize("name", MASKED)
 def test_masked_task_matches_the_published_one(name: str) -> None:
@@ -122,11 +149,31 @@ def test_copa_effect_prompt_ends_with_so() -> None:
     assert get_task("copa").render(Example(fields)) == "It fell so"
 
 
+@pytest.mark.parametrize(("family", "name"), OURS)
+def test_task_of_the_other_family_asks_in_plain_words(family: Any, name: str) -> None:
+    task = get_task(name, family)
+    texts = dict(zip(task.columns, ("A.", "B.", "C."), strict=False))
+    prompt, words = OURS[family, name]
+    assert task.render(Example(texts)) == prompt
+    assert (len(task.words) if isinstance(words, int) else list(task.words)) == words
+    assert task.max_length == (2048 if family == "causal" else get_task(name, "masked").max_length)
+
+
 def test_no_other_tasks_are_registered() -> None:
     listed = [(task.family, task.name) for task in list_tasks()]
-    assert sorted(listed) == sorted(
-        [("masked", name) for name in MASKED] + [("causal", name) for name in (*CAUSAL, "reviews")]
-    )
+    published = [("masked", name) for name in MASKED] + [("causal", name) for name in CAUSAL]
+    assert sorted(listed) == sorted([*published, *OURS])
+
+
+def test_every_classification_task_exists_for_both_families() -> None:
+    named = {
+        family: {t.name for t in list_tasks() if (t.family, t.kind) == (family, "classification")}
+        for family in FAMILIES
+    }
+    assert named["masked"] == named["causal"]
+    for name in named["masked"]:
+        masked, causal = get_task(name, "masked"), get_task(name, "causal")
+        assert (masked.labels, masked.columns, masked.metric) == (causal.labels, causal.columns, causal.metric)
 
 
 @pytest.mark.parametrize("task", list_tasks(), ids=lambda task: f"{task.family}-{task.name}")
@@ -139,6 +186,7 @@ def test_task_description_and_dict_round_trip(task: Task) -> None:
 
 def test_task_name_spelling_is_lenient_and_family_selects() -> None:
     assert get_task("SST2") is get_task("sst_2") is get_task("sst-2")
+    assert get_task("AG_News") is get_task("ag-news")
     assert get_task("sst-2", "causal").family == "causal"
     assert get_task("copa").family == "causal"
     assert get_task(get_task("rte")) is get_task("rte")
@@ -216,8 +264,8 @@ def test_missing_key_file_or_name_is_an_error(tmp_path: Path) -> None:
         get_task("mnil")
     with pytest.raises(TaskError, match=r"^unknown task 'qqqqqqqq'; known: sst-2, .*or a path that ends in .toml$"):
         get_task("qqqqqqqq")
-    with pytest.raises(TaskError, match=r"^task 'mnli' is masked, not causal; the causal tasks are boolq"):
-        get_task("mnli", "causal")
+    with pytest.raises(TaskError, match=r"^task 'copa' is causal, not masked; the masked tasks are ag-news, "):
+        get_task("copa", "masked")
     with pytest.raises(TaskError, match="is masked, but causal was requested"):
         get_task({**MINE, "family": "masked"}, "causal")
     assert get_task({**MINE, "template": "It was"}, "causal").family == "causal"

@@ -71,8 +71,8 @@ class RunConfig:
         at_least=1, commands=("eval", "signal"), reopen="question", aliases=("num_k",))
     data_seed: int | None = option("task", None, "seed of the k-shot sample [the run's seed]",
         at_least=0, at_most=LARGEST_SEED, commands=("eval", "signal"), reopen="question", aliases=("train_set_seed",))
-    id_order: str | None = option("task", None, "whose numbering integer labels follow, where sources differ: hub, lm-bff",
-        choices=("hub", "lm-bff"), commands=USE, reopen="question")
+    id_order: str | None = option("task", None, "whose numbering integer labels follow, where sources differ: hub, lm-bff, csv",
+        choices=("hub", "lm-bff", "csv"), commands=USE, reopen="question")
     columns: tuple[str, ...] = option("task", (),
         "which column of the data is which of the task's, e.g. text=body,label=stars [found by name]",
         pairs="text=body,label=stars", commands=USE, reopen="question")
@@ -125,7 +125,8 @@ class RunConfig:
         runs_code=lambda name: ":" in name, placeholder="MODULE:FUNCTION")
     max_new_tokens: int = option("method", 16, "tokens to generate where the objective or the metric reads text",
         at_least=1, at_most=65536, reopen="question")
-    steps: int | None = option("method", None, "training steps at most [1000 with --method spsa]", at_least=1, resumable=True, per_model=True,
+    steps: int | None = option("method", None, "training steps at most [1000 with --method spsa]",
+        at_least=1, resumable=True, per_model=True,
         aliases=("max_steps", "num_steps", "epochs", "num_train_epochs"))
     batch_size: int | None = option("method", None, "examples a step [solve decides; spsa 64 for masked, 16 for causal models]",
         at_least=1, at_most=2**20, commands=("signal", "bench"), per_model=True, aliases=("per_device_train_batch_size",))
@@ -148,7 +149,8 @@ class RunConfig:
         at_least=0, at_most=LARGEST_SEED, commands=("eval", "signal"))
 
     out: str | None = option("run", None, "run folder [runs/TASK-SPACE-N]", aliases=("output_dir",))
-    eval_every: int | None = option("run", None, "steps between evaluations on dev [a tenth of the run; solve: when they cost little]",
+    eval_every: int | None = option("run", None,
+        "steps between evaluations on dev [a tenth of the run; with solve, as often as they cost little]",
         at_least=1, resumable=True, aliases=("eval_steps",))
     patience: int = option("run", 0, "stop after this many evaluations without improvement; 0 never",
         at_least=0, resumable=True)

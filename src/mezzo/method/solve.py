@@ -1,9 +1,9 @@
 """Solve for the move: a step that uses every score, and needs no learning rate.
 
-A step scores a batch at θ and along n directions, solves for the coefficients of the move in the linear model of these scores
-(`score_model`), and tries the solutions for several degrees of caution on examples that were not fitted. The best one becomes the
-update if it lowers their loss; otherwise the step moves nothing. How many directions and examples a step takes, how wide its finite
-differences are and when to end follow from the steps before.
+A step scores a batch at θ and along n directions, solves for the coefficients of the move in the linear model of these
+scores (`score_model`), and tries the solutions for several degrees of caution on examples that were not fitted. The best one
+becomes the update if it lowers their loss; otherwise the step moves nothing. How many directions and examples a step takes, how
+wide its finite differences are and when to end follow from the steps before.
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ from mezzo.method.objectives import Losses
 from mezzo.method.score_model import Floats, ScoreModel, cross_entropies, logits_of
 from mezzo.types import Batch, DeviceStep, Probe, Question, Scores, StepRecord, Update
 
-# The first step's directions and examples, the most directions of a later one, and the most when all examples are in every batch.
-FIRST_DIRECTIONS, MOST_DIRECTIONS, MOST_ON_FEW = 32, 128, 256
-FIRST_EXAMPLES = 64
-# A step costs this share of all example-forwards before it: early steps are small because little is known, later ones are large
-# because the gradient is smaller than its noise.
-SHARE = 1 / 6
+# Examples of the first step; each step whose gain is less than so many standard errors makes the next one larger: the gradient
+# has become smaller than its noise, which more examples average out.
+FIRST_EXAMPLES, GROWTH, CLEAR_GAIN = 64, 1.25, 2.0
+# Directions, as a multiple of the examples, at least and at most. With few directions, the largest curvature along them limits
+# the move; with more than the examples can tell apart, nothing is gained.
+RATIO, LEAST_DIRECTIONS, MOST_DIRECTIONS = 1.0, 64, 256
 # The solutions that are tried, as multiples of the ridge that cross-validation prefers: the linear model holds near θ only.
-CAUTIONS = (1.0, 4.0, 16.0, 64.0)
+CAUTIONS = (1.0, 2.0, 4.0, 8.0, 16.0, 64.0)
+# Held-out examples that judge a step at most; where none are held out, as many training examples judge as are fitted.
+MOST_JUDGED = 512
+# The gain that a move must have on held-out examples, in standard errors: they judge every step, so that chance adds up.
+HELD_OUT_MARGIN = 0.5
 # The root mean square by which a probe should change logits. Smaller changes drown in rounding, larger ones are not linear.
 WANTED_CHANGE = {"float32": 0.1, "bfloat16": 0.3, "float16": 0.2}
-# Steps without a gain beyond its standard error after which the run ends.
-FRUITLESS_STEPS = 6
+# The run ends when so many steps together gain no more than chance, or than this share of the loss. They triple what was spent.
+LAST_STEPS, LEAST_GAIN = 8, 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +52,15 @@ class StepSize:
         return (1 + self.directions) * self.fitted + (1 + len(CAUTIONS)) * self.judged
 
 
-def plan_step(spent: int, train: int, held_out: int, directions: int = 0, fitted: int = 0) -> StepSize:
-    """The size of the next step, from the example-forwards so far and the numbers of examples; `directions` and `fitted` fix them.
+def plan_step(wanted: float, train: int, held_out: int, directions: int = 0, fitted: int = 0) -> StepSize:
+    """The size of a step that wants so many examples, with so many training and held-out ones. `directions` and `fitted` fix
+    what they name.
 
     Sizes are powers of two and their middles (64, 96, 128, …): a device then sees few shapes.
     """
-    cost = max(FIRST_DIRECTIONS * FIRST_EXAMPLES, SHARE * spent)
-    count = directions or min(MOST_DIRECTIONS, max(FIRST_DIRECTIONS, _round(cost / FIRST_EXAMPLES)))
-    examples = fitted or max(FIRST_EXAMPLES, _round(cost / count))
-    most = train if held_out else max(1, train // 2)
-    if examples >= most:
-        examples = most
-        count = directions or min(MOST_ON_FEW, max(FIRST_DIRECTIONS, _round(cost / examples)))
-    return StepSize(count, examples, min(examples, held_out or train - examples) or examples)
+    examples = min(fitted or _round(wanted), train if held_out else max(1, train // 2))
+    count = directions or min(MOST_DIRECTIONS, max(LEAST_DIRECTIONS, _round(RATIO * wanted)))
+    return StepSize(count, examples, min(MOST_JUDGED, held_out) or min(examples, max(1, train - examples)))
 
 
 def _round(value: float) -> int:
@@ -85,15 +85,17 @@ class Solve:
     spent: int = field(init=False, default=0)
     _taken: int = field(init=False, default=0)
     _judged: int = field(init=False, default=0)
+    _wanted: float = field(init=False, default=FIRST_EXAMPLES)
+    """Examples that the next step should fit."""
     _gains: list[tuple[float, float]] = field(init=False, default_factory=list)
+    _loss: float = field(init=False, default=0.0)
 
     looks_ahead = False
     """The first question of a step depends on how the step before it ended."""
 
     def step(self, step: int) -> Questions:
-        size = plan_step(
-            self.spent, len(self.train), len(self.held_out) if self.held_out else 0, self.directions, self.examples
-        )
+        held_out = len(self.held_out) if self.held_out else 0
+        size = plan_step(self._wanted, len(self.train), held_out, self.directions, self.examples)
         batch = self.train.take(self._taken, size.fitted)
         seeds = [step_seed(self.seed, step, direction) for direction in range(size.directions)]
         answer = yield Question(batch, (Probe(), *(Probe(((seed, self.eps),)) for seed in seeds)))
@@ -109,12 +111,12 @@ class Solve:
             return StepRecord(step, (math.nan,), (), Update(), 0.0, "non-finite loss", notes)
         seeds = [seed for seed, kept in zip(seeds, usable, strict=True) if kept]
         ridge, expected = model.choose_ridge(step_seed(self.seed, step, 0))
-        moves = [_float32(model.fit(caution * ridge)) for caution in CAUTIONS]
+        moves = [_float32(move) for move in model.fit_path([caution * ridge for caution in CAUTIONS])]
         judges = self._judges(size)
         terms = [tuple(zip(seeds, move.tolist(), strict=True)) for move in moves]
         tried = yield Question(judges, (Probe(), *map(Probe, terms)))
         losses = _losses_per_example(tried, judges)
-        chosen, gain, error = choose_move(losses)
+        chosen, gain, error = choose_move(losses, HELD_OUT_MARGIN if self.held_out else 0.0)
         notes |= {
             "change": float(self.eps * np.sqrt(_centred(model.changes).var())),
             "ridge": ridge,
@@ -150,17 +152,20 @@ class Solve:
         if record.skipped:
             self.eps /= 4
             return
-        self._gains.append((notes["gain"], notes["gain_error"]))
+        gain, error, self._loss = notes["gain"], notes["gain_error"], record.losses[0]
+        self._gains.append((gain, error))
+        self._wanted *= GROWTH if gain < CLEAR_GAIN * error else 1.0
         ratio = WANTED_CHANGE[self.dtype] / notes["change"] if notes["change"] > 0 else 4.0
         self.eps *= 2.0 ** max(-2, min(2, round(math.log2(ratio))))
 
     @property
     def finished(self) -> str:
         """Why no further step is worth its cost; empty while one is."""
-        last = self._gains[-FRUITLESS_STEPS:]
-        if len(last) < FRUITLESS_STEPS or any(gain > error for gain, error in last):
+        last = self._gains[-LAST_STEPS:]
+        total, error = sum(max(0.0, gain) for gain, _ in last), math.hypot(*(error for _, error in last))
+        if len(last) < LAST_STEPS or total > max(error, LEAST_GAIN * self._loss):
             return ""
-        return f"the last {FRUITLESS_STEPS} moves did not help beyond chance"
+        return f"moves stopped helping: the last {LAST_STEPS} gained {total:.2g}"
 
 
 def make_model(scores: Scores, batch: Batch, eps: float) -> tuple[ScoreModel | None, Sequence[bool]]:
@@ -173,9 +178,9 @@ def make_model(scores: Scores, batch: Batch, eps: float) -> tuple[ScoreModel | N
     return ScoreModel(logits[0], (logits[1:][finite[1:]] - logits[0]) / eps, batch.labels), finite[1:]
 
 
-def choose_move(losses: Floats) -> tuple[int | None, float, float]:
+def choose_move(losses: Floats, margin: float = 0.0) -> tuple[int | None, float, float]:
     """Which move has the lowest loss on the judging examples, [1 + moves, B] with θ itself first: its index, its gain over θ and
-    the standard error of that gain. None: no move is better than staying."""
+    the standard error of that gain. None: no gain is above so many standard errors."""
     means = np.where(np.isfinite(losses).all(axis=1), losses.mean(axis=1), np.inf)
     best = int(means[1:].argmin())
     if not math.isfinite(means[1 + best]) or not math.isfinite(means[0]):
@@ -183,7 +188,7 @@ def choose_move(losses: Floats) -> tuple[int | None, float, float]:
     gains = losses[0] - losses[1 + best]
     error = float(gains.std() / math.sqrt(max(1, len(gains) - 1)))
     gain = float(gains.mean())
-    return (best if gain > 0 else None), gain, error
+    return (best if gain > margin * error else None), gain, error
 
 
 def _losses_per_example(scores: Scores, batch: Batch) -> Floats:

@@ -26,7 +26,6 @@ from mezzo.tasks import Encoder, Task
 from mezzo.tasks.tokenizer import TokenizerWrapper
 from mezzo.types import Example, Family, Prompt, Readout
 
-
 # Examples in one forward where no batch size says it.
 ROWS = 128
 # From how many training examples on those that judge a step are taken from them: so many are not seen again soon.

@@ -166,8 +166,8 @@ class MeZOTrainer:
         if self._skips >= MAX_SKIPS:
             self.journal.sync()
             raise RunFailed(
-                f"the loss was not a number for {MAX_SKIPS} steps in a row (last step {record.step}); they did not "
-                "touch the weights. A smaller --eps, or with --method spsa a smaller --lr, usually helps; the journal holds the run up to here"
+                f"the loss was not a number for {MAX_SKIPS} steps in a row (last step {record.step}); they did not touch "
+                "the weights. A smaller --eps, or a smaller --lr of --method spsa, usually helps; the journal holds the run"
             )
 
     def _snapshot_if_due(self) -> None:

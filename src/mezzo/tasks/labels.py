@@ -37,22 +37,27 @@ class LabelReader:
         elif len(set(task.id_orders.values())) == 1:
             self._set_id_order(next(iter(task.id_orders.values())))
 
-    def use_layout_order(self, source: str) -> None:
-        """Use the id order of a source whose file layout the data has."""
-        if not self._stated and self.task.id_order is None and source in self.task.id_orders:
-            self._set_id_order(self.task.id_orders[source])
+    def use_layout_order(self, *sources: str) -> None:
+        """Use the id order of the first of these sources that the task declares: the data has their file layout."""
+        declared = [source for source in sources if source in self.task.id_orders]
+        if declared and not self._stated and self.task.id_order is None:
+            self._set_id_order(self.task.id_orders[declared[0]])
 
     def use_data_names(self, names: Sequence[str]) -> None:
         """Use the label names that the data carries for its ids."""
         if names and not self._stated and all(_normalize(name) in self._index for name in names):
             self._set_id_order(names)
 
+    def is_name(self, value: Any) -> bool:
+        return _normalize(str(value)) in self._index
+
     def could_be_label(self, value: Any) -> bool:
         """Could this be a label? Used to recognise files without a header."""
-        if _normalize(str(value)) in self._index:
+        if self.is_name(value):
             return True
         number = _parse_id(value)
-        return number is not None and 0 <= number < max(len(self.task.labels), 2)
+        ids = (len(order) for order in (self.task.labels, *self.task.id_orders.values()))
+        return number is not None and 0 <= number < max(*ids, 2)
 
     def read(self, value: Any, where: str) -> int:
         """The index of a label."""
@@ -82,7 +87,7 @@ class LabelReader:
 
     def _set_id_order(self, order: Sequence[str] | Mapping[int, str]) -> None:
         items = order.items() if isinstance(order, Mapping) else enumerate(order)
-        self._index_of_id = {int(i): self._label_index(label) for i, label in items}
+        self._index_of_id = {int(i): self._label_index(label) for i, label in items if label}
 
     def _label_index(self, label: str) -> int:
         if (index := self._index.get(_normalize(str(label)))) is None:
@@ -97,7 +102,7 @@ class LabelReader:
             example = ", ".join(map(repr, task.labels))
             return f"task {task.name!r} declares no id order; state what ids 0, 1, … mean in its file: id_order = [{example}]"
         orders = "; ".join(
-            f"{source}: {', '.join(f'{i} {label}' for i, label in enumerate(order))}"
+            f"{source}: {', '.join(f'{i} {label}' for i, label in enumerate(order) if label)}"
             for source, order in task.id_orders.items()
         )
         first = next(iter(task.id_orders))

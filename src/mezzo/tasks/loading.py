@@ -90,7 +90,7 @@ def _table_from_path(path: Path, options: _LoadOptions, split: str | None, encod
         needs_label = options.labelled not in (False, "ignore")
         table, has_header = name_columns(options.task, table, options.labels, needs_label, options.columns)
     if not has_header or _K_SHOT.fullmatch(path.parent.name):
-        options.labels.use_layout_order("lm-bff")  # only its files have no header or lie in K-SEED folders
+        options.labels.use_layout_order("lm-bff", "csv")  # whose files have no header, or lie in K-SEED folders
     return table
 
 
@@ -154,6 +154,8 @@ def _examples(table: Table, options: _LoadOptions) -> Iterator[Example]:
             labels.use_data_names(table.label_names.get(columns.get(task.label_column, ""), ()))
         fields = {column: _field(row[columns[column]], column, task, where) for column in required_columns(task)}
         value = row.get(columns.get(task.label_column, ""))
+        if task.label_column not in options.columns and labels.is_name(row.get("label_text", "")):
+            value = row["label_text"]  # beside an id, whose meaning a copy of a data set may have changed
         example = _example(fields, value, options, where)
         if example is not None:
             yield example

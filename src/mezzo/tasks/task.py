@@ -24,7 +24,7 @@ class Task:
     """What to ask a model about a row of data, and which answers are scored.
 
     `labels` and `words` are in candidate order. A `choice` has its candidates in columns of the row, and a `generation`
-    its answers in the label column. `id_orders` says, per source of data, which label each integer id means.
+    its answers in the label column. `id_orders` says, per source of data, which label each integer id means; '' is no label.
     """
 
     name: str
@@ -184,7 +184,7 @@ class Task:
         if empty := [label for label, word in self.word_of.items() if not word.strip()]:
             raise TaskError(f"the word of label {empty[0]!r} is empty")
         for source, order in self.id_orders.items():
-            if sorted(order) != sorted(self.labels):
+            if sorted(filter(None, order)) != sorted(self.labels):
                 raise TaskError(f"the id order of {source!r} is {order}; it must list each of {self.labels} once")
         if self.id_order is not None and self.id_order not in self.id_orders:
             declared = ", ".join(self.id_orders) or "none"
