@@ -31,7 +31,7 @@ def _table(run: Run, width: int) -> Iterator[str]:
     """The figures; a terminal gets a coloured verdict, wrapped."""
     terminal = is_capable_terminal(sys.stdout)
     coloured = terminal and not os.environ.get("NO_COLOR")
-    for name, value in run.table():
+    for name, value in run.table()[:-1]:  # the last row is among the commands
         lines = (
             textwrap.wrap(value, width - NAMES, break_long_words=False, break_on_hyphens=False) if terminal else [value]
         )
