@@ -150,7 +150,7 @@ def test_swapped_dev_labels_are_reported_as_overfitting(options, tmp_path):
 def test_tensorboard_receives_losses_and_evaluations(options):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = mezzo.finetune(**options, steps=20, track="tensorboard")
+    run = mezzo.finetune(**options, method="spsa", steps=20, track="tensorboard")
     assert run.warnings == ()
     events = EventAccumulator(str(Path(run.out) / "tensorboard"))
     events.Reload()
