@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from mezzo.reports.charts import Baseline, Chart, Series
-from mezzo.reports.plots import draw_chart
-from mezzo.reports.svg import WIDTH, render_svg
+from mezzo.drawing.chart import Baseline, Chart, Series
+from mezzo.drawing.figure import draw_chart
+from mezzo.drawing.svg import WIDTH, render_svg
 
 CELL = ("model", "task", "space", "k", "budget")
 SETTING = ("lr", "batch")

@@ -163,12 +163,13 @@ def table(path: Path) -> None:
         "| task | k | method | zero-shot | calibrated | result | seeds | example-forwards |\n|---|---|---|---|---|---|---|---|"
     )
     for (task, k, method), found in sorted(groups.items()):
-        zero, calibrated = (100 * found[0][key] for key in ("zero_shot", "zero_shot_calibrated"))
+        keys = ("zero_shot", "zero_shot_calibrated")  # candidates have no calibrated figure
+        zero, calibrated = ("–" if found[0][key] is None else f"{100 * found[0][key]:.1f}" for key in keys)
         values = [100 * row["value"] for row in found]
         spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
         forwards = found[0].get("example_forwards", "–")
         result = f"{statistics.mean(values):.1f}{spread}"
-        print(f"| {task} | {k} | {method} | {zero:.1f} | {calibrated:.1f} | {result} | {len(values)} | {forwards} |")
+        print(f"| {task} | {k} | {method} | {zero} | {calibrated} | {result} | {len(values)} | {forwards} |")
 
 
 def main() -> None:

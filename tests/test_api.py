@@ -128,6 +128,14 @@ def test_every_readout_and_objective_trains_and_verifies(model, task, items, cha
     assert run.value is not None
     assert mezzo.verify(run.out).ok
     assert "digest" in repr(run)
+    if task == "sst-2":
+        assert None not in (run.zero_shot_calibrated, run.calibrated, run.majority)
+    else:  # a candidate's place is no label whose prior could be removed
+        assert (run.zero_shot_calibrated, run.calibrated, run.majority, run.classes) == (None,) * 4
+        assert "calibrated" not in f"{run}"
+        assert mezzo.evaluate(run.out, data=data, eval_limit=4).calibrated is None
+    assert len(run.examples) == 5
+    assert mezzo.finetune(resume=run.out, steps=run.steps + 1).steps == run.steps + 1
 
 
 def test_rows_with_several_right_answers_keep_them(tmp_path, monkeypatch):

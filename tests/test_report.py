@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 
 import mezzo
 from mezzo.cli import main
+from mezzo.drawing import Chart, Series, render_svg
+from mezzo.drawing.svg import ticks
 from mezzo.errors import RunFailed
 from mezzo.reports import make_server, read_run
-from mezzo.reports.charts import Chart, Series, run_charts
-from mezzo.reports.svg import render_svg, ticks
+from mezzo.reports.charts import comparison_charts, run_charts
 
 HOSTILE = "<script>window.hacked = 1</script>\"'><img src=x onerror='window.hacked = 1'>&<b>"
 WIDTHS = {"phone": 390, "desktop": 1280}
@@ -187,6 +188,102 @@ def test_report_errors_are_one_line(finished, tmp_path, capsys):
     other_server.server_close()
 
 
+# ---- the method that solves
+
+
+@pytest.fixture(scope="module")
+def solved(tiny_folder, tiny_data, tmp_path_factory):
+    """A finished run of solve, never changed."""
+    out = tmp_path_factory.mktemp("report") / "solved"
+    common = ["--model", tiny_folder, "--task", "sst-2", "--train", tiny_data, "--dev", tiny_data, "--threads", "1"]
+    assert main(["train", *common, "--space", "head", "--budget", "9k", "--eval-every", "1", "--out", str(out)]) == 0
+    return out
+
+
+def test_charts_of_solve_are_over_example_forwards(solved):
+    run = read_run(solved)
+    charts = {chart.key: chart for chart in run_charts(run)}
+    keys = ["loss", "metric", "judged-loss", "gain", "step-size", "eps", "speed", "memory"]
+    assert list(charts) == keys
+    assert [charts[key].x_label for key in keys[:6]] == ["example-forwards"] * 6
+    spent = [entry["spent"] for entry in metrics(solved, "step")]
+    notes = [record.notes for record in run.records]
+    (gain,) = charts["gain"].series
+    assert gain.x == spent
+    assert gain.y == [each["gain"] for each in notes]
+    widths = [high - low for low, high in zip(gain.low, gain.high, strict=True)]
+    assert widths == pytest.approx([2 * each["gain_error"] for each in notes])
+    before, after = charts["judged-loss"].series
+    assert before.y == [each["before"] for each in notes]
+    moves = [0.0 if record.update.empty else record.notes["gain"] for record in run.records]
+    assert after.y == [loss - move for loss, move in zip(before.y, moves, strict=True)]
+    assert any(moves)
+    fitted, dev = charts["loss"].series
+    assert fitted.name == "fitted batch"
+    assert fitted.x == [0, *spent[:-1]], "a batch is scored before its step"
+    assert dev.x == [0, *spent]
+    assert [line.name for line in charts["step-size"].series] == ["directions", "fitted examples", "judging examples"]
+
+
+def test_page_of_solve_has_budget_labels_and_examples(solved, tmp_path):
+    run = read_run(solved)
+    assert run.planned_steps is None
+    page = mezzo.report(solved, out=tmp_path / "page.html").read_text()
+    text = " ".join(" ".join(Tags(page).text).split())
+    (result,) = metrics(solved, "result")
+    assert "example-forwards of 9,000" in text
+    assert "slope zero" not in text and "learning rate" not in text
+    assert "majority class" in text and "test, final, calibrated" not in text
+    assert "dev, final, calibrated" in text
+    assert "right label negative positive recall n" in text
+    assert f"Training corrected {result['corrected']} answers and broke {result['broken']}, of 16." in text
+    assert all(row["fields"]["text"] in text for row in result["examples"])
+    assert page.count('class="card change"') == 5
+
+
+def test_unfinished_run_of_solve_says_how_much_of_its_budget_is_spent(solved, tmp_path):
+    run = Path(shutil.copytree(solved, tmp_path / "a run"))
+    kept = [line for line in (run / "metrics.jsonl").read_text().splitlines(True) if '"result"' not in line]
+    (run / "metrics.jsonl").write_text("".join(kept))
+    spent = metrics(run, "step")[-1]["spent"]
+    reason = read_run(run).verdict.reason
+    assert reason == f"step {read_run(run).steps}, {spent:,} of 9,000 example-forwards"
+    os.utime(run / "metrics.jsonl", (0, 0))
+    assert f"mezzo train --resume '{run}'" in read_run(run).verdict.reason
+    (run / "metrics.jsonl").unlink()
+    assert read_run(run).spent == spent, "the journal knows it too"
+    assert [chart.key for chart in run_charts(read_run(run))] == ["loss", "judged-loss", "gain", "step-size", "eps"]
+
+
+def test_runs_of_both_methods_are_compared_over_example_forwards(solved, finished, tmp_path):
+    charts = comparison_charts([read_run(solved), read_run(finished)])
+    assert [chart.x_label for chart in charts] == ["example-forwards"] * 2
+    (loss,) = (chart for chart in charts if chart.key == "compare-loss")
+    assert max(loss.series[1].x) <= metrics(finished, "step")[-1]["spent"]
+    text = " ".join(Tags(mezzo.report(solved, finished, out=tmp_path / "both.html").read_text()).text)
+    assert "solve" in text and "spsa" in text
+
+
+def test_strange_labels_and_examples_are_left_out(solved, tmp_path):
+    for number, (name, value) in enumerate(
+        [
+            ("classes", {"labels": 3, "n": 4, "recall": HOSTILE}),
+            ("classes", {"labels": ["a", HOSTILE], "n": [1, 2], "recall": [None, HOSTILE], "confusion": [[1, 2]]}),
+            ("classes", {"labels": ["a"], "n": [1], "recall": [1], "confusion": [[-1e308]]}),
+            ("examples", [3, {}, {"fields": HOSTILE, "before": HOSTILE, "after": [HOSTILE], "right": HOSTILE}]),
+            ("verdict", [HOSTILE]),
+            ("verdict", HOSTILE),
+            ("verdict", ""),
+            ("majority", HOSTILE),
+        ]
+    ):
+        run = Path(shutil.copytree(solved, tmp_path / str(number)))
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({**metrics(run, "result")[0], name: value}) + "\n")
+        found = Tags(mezzo.report(run).read_text())
+        assert not [tag for tag, _ in found.tags if tag in ("script", "img")]
+
+
 # ---- charts
 
 
@@ -195,7 +292,7 @@ def test_ticks_are_few_and_cover_the_range(low, span):
     high = low + span
     found = ticks(low, high)
     assert 2 <= len(found) <= 8
-    slack = 1e-6 * (found[1] - found[0])
+    slack = 1e-6 * (found[1] - found[0]) + 4 * math.ulp(high)  # a tick is rounded like any number
     assert found[0] <= low + slack
     assert found[-1] >= high - slack
 
@@ -227,9 +324,9 @@ def browser():
         chromium.close()
 
 
-def open_page(browser, url: str, width: int):
+def open_page(browser, url: str, width: int, scheme: str = "light"):
     """The page, and a list of its errors, console messages and requests for anything but itself."""
-    page = browser.new_page(viewport={"width": width, "height": 844})
+    page = browser.new_page(viewport={"width": width, "height": 844}, color_scheme=scheme)
     problems: list[str] = []
     page.on("console", lambda message: problems.append(message.text))
     page.on("pageerror", lambda error: problems.append(str(error)))
@@ -239,10 +336,11 @@ def open_page(browser, url: str, width: int):
 
 
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
-def test_page_layout_fits_phone_and_desktop(finished, run, browser, width, tmp_path):
-    for number, runs in enumerate(([finished], [finished, run])):
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_page_layout_fits_phone_and_desktop(finished, solved, run, browser, width, scheme, tmp_path):
+    for number, runs in enumerate(([finished], [solved], [finished, run, solved])):
         path = mezzo.report(*runs, out=tmp_path / f"{number}.html")
-        page, problems = open_page(browser, path.as_uri(), width)
+        page, problems = open_page(browser, path.as_uri(), width, scheme)
         assert problems == []
         assert page.evaluate("document.documentElement.scrollWidth") <= width, "nothing overflows to the side"
         word = page.locator(".verdict strong, td.word").first
@@ -275,7 +373,7 @@ def test_browser_runs_no_code_of_an_untrusted_run(run, browser):
 def test_live_page_follows_a_training_run(tiny_folder, tiny_data, browser, tmp_path):
     out = tmp_path / "live"
     options = {"task": "sst-2", "train": tiny_data, "dev": tiny_data, "threads": 1, "batch_size": 4, "eval_every": 10}
-    session = mezzo.open_session(tiny_folder, **options, steps=30, out=str(out))
+    session = mezzo.open_session(tiny_folder, **options, method="spsa", steps=30, out=str(out))
     records = session.records()
     for _ in range(11):
         next(records)

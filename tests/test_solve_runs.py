@@ -24,7 +24,9 @@ def options(tiny_run: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("space", ["full", "matrices", "lora", "prefix", "head"])
-@pytest.mark.parametrize(("dtype", "noise"), [("float32", "gaussian"), ("float16", "rademacher"), ("bfloat16", "lowrank")])
+@pytest.mark.parametrize(
+    ("dtype", "noise"), [("float32", "gaussian"), ("float16", "rademacher"), ("bfloat16", "lowrank")]
+)
 def test_a_run_in_every_space_and_type_is_rebuilt_from_its_journal(options, tmp_path, space, dtype, noise):
     run = mezzo.finetune(**{**options, "space": space, "dtype": dtype, "noise": noise}, out=str(tmp_path / "run"))
     assert run.steps == 3 and run.moves and run.example_forwards == 3 * (7 * 16 + 7 * 16)

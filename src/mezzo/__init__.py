@@ -21,6 +21,7 @@ _LAZY = {
     "Run": "mezzo.runs.result",
     "RunConfig": "mezzo.config",
     "MezzoError": "mezzo.errors",
+    "StopTraining": "mezzo.errors",
     "load_prefix": "mezzo.runs.export",
     "MLMConfig": "mezzo.tasks",
     "Task": "mezzo.tasks",

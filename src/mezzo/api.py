@@ -40,7 +40,7 @@ def finetune(
     resume: str | Path | None = None,
     objective: str | Function | None = None,
     task: str | Path | Mapping[str, Any] | Task | None = None,
-    observe: Observer = _silent,
+    observe: Observer | None = None,
     **options: Any,
 ) -> Run:
     """Fine-tune a model with forward passes only and return the run.
@@ -48,8 +48,10 @@ def finetune(
     Without arguments, the bundled masked LM learns the bundled reviews. `options` are those of `mezzo train --help`;
     `config` is a TOML file of them; `resume` continues a run folder. `task` may also be a dict or a Task, and `objective` a
     function of (scores[probes, examples, candidates], batch) that returns one loss per probe. `train`, `dev` and `test` are
-    files, lists of dicts or Hugging Face datasets.
+    files, lists of dicts or Hugging Face datasets. `observe` is called with every event of the run and may raise
+    `StopTraining`; without it, a notebook shows the run while it trains.
     """
+    observe = observe or reports.notebook_observer() or _silent
     options |= {"config": config, "resume": resume, "objective": objective, "task": task, "observe": observe}
     return open_session(model, **options).train()
 

@@ -46,6 +46,10 @@ class MezzoWarning(UserWarning):
     """Something was decided for the user that may not be what they meant. The command line shows it in one line."""
 
 
+class StopTraining(Exception):
+    """Raise it in an observer to end a run after the current step; its best checkpoint is then tested as usual."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether it is an out-of-memory error. On a CPU neither torch nor oneDNN has an exception class of its own for these."""
     words = ("DefaultCPUAllocator", "could not create a primitive", "bad_alloc")

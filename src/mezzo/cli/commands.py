@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import sys
 import threading
 from argparse import Namespace
@@ -13,11 +14,14 @@ from typing import Any
 
 from mezzo import api, reports
 from mezzo.cli.parser import given_options
-from mezzo.cli.progress import show_progress, show_summary
+from mezzo.cli.progress import say, show_progress
+from mezzo.cli.summary import show_summary
 from mezzo.config import OPTIONS, from_file
+from mezzo.drawing.text import shows_unicode
 from mezzo.errors import ConfigError, DataError, join_names
 from mezzo.journal.atomic_files import json_safe
 from mezzo.parallel.transports import torchrun
+from mezzo.runs.defaults import choose_method
 from mezzo.runs.folder import Folder
 from mezzo.signal import measure
 from mezzo.tasks import get_task, list_tasks
@@ -43,6 +47,7 @@ def _all_options(options: Namespace) -> dict[str, Any]:
 
 
 def _train(options: Namespace) -> Any:
+    _announce(options)
     with show_progress(plain=options.json) as observe:
         source = {"config": options.config, "resume": options.resume}
         session = api.open_session(observe=observe, **source, **given_options(options))
@@ -51,18 +56,31 @@ def _train(options: Namespace) -> Any:
             pass
         run = session.result()
     if run.stopped == "interrupted":
-        print(f"stopped at step {run.steps}; continue with: mezzo train --resume {run.out}", file=sys.stderr)
+        say(f"stopped at step {run.steps}; continue with: mezzo train --resume {shlex.quote(run.out)}", sys.stderr)
     if options.json:
-        print(run, file=sys.stderr)
+        say(str(run), sys.stderr)
     else:
         show_summary(run)
     return run.to_dict(), (130 if run.stopped == "interrupted" else 0)
 
 
+def _announce(options: Namespace) -> None:
+    """Say what is going to happen before torch is imported, which takes seconds; once it is, the next line comes at once."""
+    if "torch" in sys.modules:
+        return
+    if options.resume:
+        say(f"continuing {options.resume}; loading …", sys.stderr)
+        return
+    config = api.resolve(_all_options(options))
+    words = {"solve": "solving for each move", "spsa": "by slopes along random directions"}[choose_method(config)]
+    say(f"fine-tuning {config.model} on {config.task or 'reviews'}, {words}; loading …", sys.stderr)
+
+
 def evaluate(options: Namespace) -> Any:
     evaluation = api.evaluate(options.run, data=options.data, at=options.at, **given_options(options))
-    calibrated = f"calibrated {evaluation.metric} {evaluation.calibrated:.1%}"
-    _show(options, f"{evaluation}\nloss {evaluation.loss:.4f}, {calibrated}")
+    calibrated = evaluation.calibrated
+    shown = "" if calibrated is None else f", calibrated {evaluation.metric} {calibrated:.1%}"
+    _show(options, f"{evaluation}\nloss {evaluation.loss:.4f}{shown}")
     return evaluation.to_dict()
 
 
@@ -71,7 +89,10 @@ def predict(options: Namespace) -> Any:
     is_table = options.data and Path(options.data).suffix.lower() not in ("", ".txt")
     rows = options.data if is_table else _read_lines(options.data)
     for row in api.predict(rows, options.run, at=options.at, **given_options(options)):
-        print(json.dumps(json_safe(row), ensure_ascii=False), flush=True)
+        print(
+            json.dumps(json_safe(row), ensure_ascii=not shows_unicode(getattr(sys.stdout, "encoding", None))),
+            flush=True,
+        )
         count += 1
     return {"n": count}
 
@@ -216,7 +237,7 @@ def _exit_on_signals() -> Iterator[None]:
 
 def _show(options: Namespace, text: str) -> None:
     """Print a result to standard output, or to standard error where a program reads the JSON."""
-    print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
+    say(text, sys.stderr if options.json else sys.stdout)
 
 
 def _one_line(value: Any) -> str:

@@ -1,56 +1,64 @@
-"""Progress on standard error: a live line in a terminal, a plain line per evaluation elsewhere. Colour marks problems only."""
+"""Progress on standard error: a live line in a terminal, plain lines elsewhere. Colour marks problems only."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
+
+from mezzo.drawing.text import fit_encoding
+from mezzo.runs.progress import RunProgress
 
 Observer = Callable[[str, dict[str, Any]], None]
-# All other verdicts are red.
-VERDICT_COLOURS = {"worked": "green", "unclear": "yellow", "not tested": "yellow"}
 EVENT_LINES = {
     "data": "{text}",
     "encoding": "encoding {examples:,} training examples (--train-limit N takes fewer)",
-    "zero-shot": "zero-shot {metric} {value:.1%}, calibrated {calibrated:.1%} (n={n})",
     "evaluation": "step {step:>6}  dev {metric} {value:.1%}  dev loss {loss:.4f}",
     "worker": "{text}",
     "warning": "warning: {text}",
+}
+# What a live line says until the next event; while steps are taken, it has figures.
+DOING = {
+    "start": "testing the untrained model",
+    "zero-shot": "taking the first step",
+    "step": "",
+    "stopped": "testing the best checkpoint",
 }
 # Columns of a terminal from which on there is room for a bar.
 BAR_COLUMNS = 105
 # Examples from which on encoding takes so long that it is announced.
 ANNOUNCED_EXAMPLES = 100_000
+# Seconds after which a log gets a line even if nothing has happened.
+QUIET_SECONDS = 60.0
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print for people, in characters that the output can show."""
+    file = file or sys.stdout
+    print(fit_encoding(text, getattr(file, "encoding", None)), file=file, flush=True)
 
 
 def show_progress(plain: bool = False) -> contextlib.AbstractContextManager[Observer]:
     """An observer of a run's events; the terminal is tidy again when the context ends."""
-    live = sys.stderr.isatty() and not plain
+    live = is_capable_terminal(sys.stderr) and not plain
     return _live_line() if live else contextlib.nullcontext(_plain_lines())
 
 
-def show_summary(run: Any) -> None:
-    """The final table, with a coloured verdict in a terminal."""
-    if not sys.stdout.isatty():
-        print(run)
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in run.table():
-        style = VERDICT_COLOURS.get(run.verdict.split(":")[0], "red") if name == "verdict" else ""
-        table.add_row(name, value, style=style)
-    Console(highlight=False, markup=False).print(table)
+def is_capable_terminal(file: TextIO) -> bool:
+    """Whether it is a terminal in which lines can be rewritten and coloured."""
+    return file.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def event_line(event: str, values: dict[str, Any]) -> str:
     """One plain line about an event; empty for those that are not shown."""
     if event == "start":
         return _start_line(values)
+    if event == "zero-shot":
+        calibrated = "" if values["calibrated"] is None else f", calibrated {values['calibrated']:.1%}"
+        return f"zero-shot {values['metric']} {values['value']:.1%}{calibrated} (n={values['n']})"
     if event == "encoding" and values["examples"] < ANNOUNCED_EXAMPLES:
         return ""
     return EVENT_LINES.get(event, "").format(**values)
@@ -78,126 +86,52 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number > 1)}"
 
 
-@dataclass
-class RunStats:
-    """Figures of the run so far: speed, time left, loss, share of zero slopes, memory."""
-
-    steps: int | None = None
-    budget: float | None = None
-    step: int = 0
-    spent: int = 0
-    began: float = 0.0
-    """The share that was done when the run was started or resumed."""
-    seen_steps: int = 0
-    zero_slopes: int = 0
-    loss: float | None = None
-    memory_mib: int = 0
-    started: float = field(default_factory=time.monotonic)
-
-    def update(self, event: str, values: dict[str, Any]) -> None:
-        if event == "start":
-            self.steps, self.budget = values["steps"], values["budget"]
-            self.step, self.spent = int(values["step"]), int(values["spent"])
-        elif event == "step":
-            if not self.seen_steps:
-                # After the first step, which loads and warms up.
-                self.started, self.began = time.monotonic(), self._share(int(values["step"]) + 1, int(values["spent"]))
-            self.seen_steps += 1
-            self.zero_slopes += all(slope == 0 for slope in values["slopes"])
-            self.loss = values["loss"] if self.loss is None else 0.98 * self.loss + 0.02 * values["loss"]
-            self.memory_mib, self.step = int(values.get("memory_mib", 0)), int(values["step"]) + 1
-            self.spent = int(values["spent"])
-
-    def _share(self, step: int, spent: int) -> float:
-        return max(step / self.steps if self.steps else 0.0, spent / self.budget if self.budget else 0.0)
-
-    @property
-    def share(self) -> float:
-        """How much of the run is done, by its steps or its budget."""
-        return self._share(self.step, self.spent)
-
-    @property
-    def place(self) -> str:
-        if self.budget and not self.steps:
-            return f"{self.spent / 1000:.0f}k/{self.budget / 1000:.0f}k"
-        return f"{self.step}/{self.steps}" if self.steps else f"step {self.step}"
-
-    @property
-    def steps_per_second(self) -> float:
-        return (self.seen_steps - 1) / max(1e-9, time.monotonic() - self.started) if self.seen_steps > 1 else 0.0
-
-    @property
-    def speed(self) -> str:
-        return f"{self.steps_per_second:.2g} steps/s" if self.steps_per_second else ""
-
-    @property
-    def time_left(self) -> str:
-        if self.share <= self.began or self.share >= 1:
-            return ""
-        seconds = (1 - self.share) * (time.monotonic() - self.started) / (self.share - self.began)
-        return f"{seconds:.0f} s left" if seconds < 90 else f"{seconds / 60:.0f} min left"
-
-    @property
-    def zero_slope_share(self) -> str:
-        return f"zero slopes {self.zero_slopes / self.seen_steps:.0%}" if self.seen_steps else "zero slopes …"
-
-    @property
-    def memory(self) -> str:
-        return f"{self.memory_mib:,} MiB"
-
-    def __str__(self) -> str:
-        """What follows a plain evaluation line."""
-        if self.loss is None:
-            return ""
-        parts = (f"loss {self.loss:.4f}", self.zero_slope_share, self.speed, self.time_left, self.memory)
-        return "".join(f"  {part}" for part in parts if part)
-
-
 def _plain_lines() -> Observer:
-    """A line per event, evaluations with the figures so far."""
-    stats = RunStats()
+    """A line per event: of solve for every step, of spsa with the figures at evaluations, and at least one a minute."""
+    progress, printed = RunProgress(), time.monotonic()
 
     def observe(event: str, values: dict[str, Any]) -> None:
-        stats.update(event, values)
-        if text := event_line(event, values):
-            print(text + (str(stats) if event == "evaluation" else ""), file=sys.stderr, flush=True)
+        nonlocal printed
+        progress(event, values)
+        text = event_line(event, values)
+        if event == "evaluation" and progress.method == "spsa" and progress.seen_steps:
+            text += f"  {progress.figures()}"
+        elif event == "step" and (progress.method == "solve" or time.monotonic() - printed > QUIET_SECONDS):
+            text = f"step {progress.step:>6}  {progress.place}  {progress.figures()}"
+        if text:
+            printed = time.monotonic()
+            say(text, sys.stderr)
 
     return observe
 
 
 @contextlib.contextmanager
 def _live_line() -> Iterator[Observer]:
+    """A spinner, a bar and figures, drawn anew ten times a second: a step may take long, and time left counts down."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task
+    from rich.text import Text
 
     console = Console(stderr=True, highlight=False)
+    progress = RunProgress()
+
+    class Figures(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            figures = (progress.place, progress.dev_figure, progress.figures())
+            text = fit_encoding(task.description or "  ".join(filter(None, figures)), console.encoding)
+            return Text(text, no_wrap=True, overflow="crop")  # what matters most is on the left
+
+    spinner = SpinnerColumn("dots" if console.encoding.startswith("utf") else "line")
     bar = (BarColumn(bar_width=16),) if console.width >= BAR_COLUMNS else ()  # the figures say more than the bar
-    with Progress(
-        *bar, TextColumn("{task.fields[figures]}", markup=False), console=console, transient=True
-    ) as progress:
-        stats, dev = RunStats(), "…"
-        line = progress.add_task("", total=None, figures="loading")
+    with Progress(spinner, *bar, Figures(), console=console, transient=True) as live:
+        line = live.add_task("loading", total=1.0)
 
         def observe(event: str, values: dict[str, Any]) -> None:
-            nonlocal dev
-            stats.update(event, values)
-            if event == "start":
-                progress.update(line, total=1.0, completed=stats.share, figures="")
-            elif event == "evaluation":
-                dev = f"{values['value']:.1%}"
-            elif event == "step":
-                loss = f"loss {stats.loss:.4f}"
-                parts = (
-                    stats.place,
-                    stats.speed,
-                    stats.time_left,
-                    loss,
-                    f"dev {dev}",
-                    stats.zero_slope_share,
-                    stats.memory,
-                )
-                progress.update(line, completed=stats.share, figures="  ".join(filter(None, parts)))
+            progress(event, values)
+            live.update(line, completed=progress.share, description=DOING.get(event))
             if text := event_line(event, values):
-                console.print(text, markup=False, style="yellow" if event == "warning" else None)
+                console.print(
+                    fit_encoding(text, console.encoding), markup=False, style="yellow" if event == "warning" else None
+                )
 
         yield observe

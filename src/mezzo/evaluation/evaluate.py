@@ -22,7 +22,8 @@ Z95 = 1.959964
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Evaluation:
-    """A model on a set of examples. `metric` names `value`; `interval` is its 95% confidence interval."""
+    """A model on a set of examples. `metric` names `value`; `interval` is its 95% confidence interval. `calibrated` is the
+    value without the prompt's prior; None where the answers are no labels, such as the candidates of a choice."""
 
     metric: str
     value: float
@@ -30,7 +31,7 @@ class Evaluation:
     accuracy: float
     loss: float
     n: int
-    calibrated: float
+    calibrated: float | None
 
     def to_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__} | {"interval": list(self.interval)}
@@ -40,7 +41,8 @@ class Evaluation:
         return f"{self.metric} {self.value:.1%} [{low:.1%}, {high:.1%}] on {self.n} examples"
 
     def __repr__(self) -> str:
-        return f"<{self}, loss {self.loss:.4f}, calibrated {self.calibrated:.1%}>"
+        calibrated = "" if self.calibrated is None else f", calibrated {self.calibrated:.1%}"
+        return f"<{self}, loss {self.loss:.4f}{calibrated}>"
 
 
 def rank(value: float, loss: float, step: int) -> tuple[float, float, int]:
@@ -69,6 +71,7 @@ def evaluate(
     readout: Readout,
     metric: str = "accuracy",
     draws: Sequence[Sequence[Prompt]] = (),
+    calibrate: bool = True,
 ) -> DetailedEvaluation:
     """Evaluate labelled prompts; `draws` are the same examples with other demonstrations, whose scores are averaged in."""
     if not prompts:
@@ -80,7 +83,7 @@ def evaluate(
         scores = np.mean([each - log_sum_exp(each) for each in drawn], axis=0)
     predicted = scores.argmax(axis=1)
     right = predicted == right_labels(predicted, batch)
-    return DetailedEvaluation(evaluate_scores(scores, batch, metric), tuple(right.tolist()), scores)
+    return DetailedEvaluation(evaluate_scores(scores, batch, metric, calibrate), tuple(right.tolist()), scores)
 
 
 def evaluate_texts(
@@ -97,11 +100,11 @@ def evaluate_texts(
     half = Z95 * float(values.std()) / math.sqrt(len(values))
     mean = float(values.mean())
     interval = (max(0.0, mean - half), min(1.0, mean + half))
-    found = Evaluation("f1", mean, interval, float(np.mean(exact)), loss, len(values), mean)
+    found = Evaluation("f1", mean, interval, float(np.mean(exact)), loss, len(values), None)
     return DetailedEvaluation(found, tuple(bool(one) for one in exact), texts=tuple(texts))
 
 
-def evaluate_scores(scores: npt.NDArray[np.float64], batch: Batch, metric: str) -> Evaluation:
+def evaluate_scores(scores: npt.NDArray[np.float64], batch: Batch, metric: str, calibrate: bool = True) -> Evaluation:
     """Figures from scores[B, C]."""
     predicted, classes = scores.argmax(axis=1), scores.shape[1]
     labels = right_labels(predicted, batch)
@@ -112,8 +115,8 @@ def evaluate_scores(scores: npt.NDArray[np.float64], batch: Batch, metric: str) 
     else:
         interval = bootstrap_interval(predicted, labels, metric, classes)
     value = METRICS[metric](predicted, labels, classes)
-    unbiased = calibrated_predictions(scores)
-    calibrated = METRICS[metric](unbiased, right_labels(unbiased, batch), classes)
+    unbiased = calibrated_predictions(scores) if calibrate else None
+    calibrated = None if unbiased is None else METRICS[metric](unbiased, right_labels(unbiased, batch), classes)
     return Evaluation(metric, value, interval, accuracy, loss, len(labels), calibrated)
 
 

@@ -1,4 +1,4 @@
-"""The charts of a run, as data. Two renderers draw them: SVG for the page, PNG by matplotlib.
+"""The charts of a run, as data. `mezzo.drawing` draws them: SVG for the page, PNG by matplotlib.
 
 To add a chart, yield it from one of the functions below, or from one of its own that is named in `run_charts`. The page and
 the plot files then contain it.
@@ -9,101 +9,112 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
+from mezzo.drawing import Baseline, Chart, Series
 from mezzo.reports.metrics import RecordedEvaluation
 from mezzo.reports.run_data import RunData
 
 # Most points of a line; more are aggregated, because no screen shows them.
 BUCKETS = 100
-
-
-@dataclass(frozen=True)
-class Series:
-    """A line, with a marker at each point if `markers`; `low` and `high` are a band around it."""
-
-    name: str
-    x: Sequence[float]
-    y: Sequence[float]
-    colour: int = 0
-    markers: bool = False
-    low: Sequence[float] = ()
-    high: Sequence[float] = ()
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """A horizontal line: a figure to compare with."""
-
-    name: str
-    y: float
-    colour: int = 4
-
-
-@dataclass(frozen=True)
-class Chart:
-    """One picture. `bars` are (left, right, height); a vertical line marks `best_step`."""
-
-    key: str
-    title: str
-    series: tuple[Series, ...] = ()
-    baselines: tuple[Baseline, ...] = ()
-    bars: tuple[tuple[float, float, float], ...] = ()
-    best_step: int | None = None
-    x_label: str = "step"
-    percent: bool = False
-    from_zero: bool = False
-    note: str = ""
+FORWARDS = "example-forwards"
+# The notes of a step of solve that are drawn.
+JUDGED = ("before", "gain", "gain_error", "directions", "fitted", "judged", "eps")
 
 
 def run_charts(run: RunData) -> list[Chart]:
     """Every chart there is data for, in the order of the page."""
-    return [chart for make in (_loss, _metric, _slope_histogram, _line_charts) for chart in make(run)]
+    return [chart for make in (_loss, _metric, _judged, _slopes, _machine) for chart in make(run)]
 
 
 def comparison_charts(runs: Sequence[RunData]) -> list[Chart]:
-    """Curves of several runs in one chart."""
+    """Curves of several runs in one chart, over example-forwards where all runs counted them: methods compare in this unit."""
+    counted = all(run.forwards for run in runs)
+    label = FORWARDS if counted else "step"
     named = list(enumerate(zip(_unique_names(runs), runs, strict=True)))
-    evaluated = [(colour, name, run.metrics.evaluations) for colour, (name, run) in named if run.metrics.evaluations]
-    metric = [_evaluation_series(name, evaluations, "value", colour) for colour, name, evaluations in evaluated]
-    loss = [Series(name, *_aggregate(run, run.losses)[:2], colour) for colour, (name, run) in named if run.records]
+    metric = [
+        _evaluation_series(run, run.metrics.evaluations, "value", name, colour, counted)
+        for colour, (name, run) in named
+        if run.metrics.evaluations
+    ]
+    loss = [
+        Series(name, *_aggregate(run, run.losses, counted)[:2], colour) for colour, (name, run) in named if run.records
+    ]
     charts = (
-        Chart("compare-metric", f"dev {runs[0].metric}", tuple(metric), percent=True),
-        Chart("compare-loss", "training loss", tuple(loss)),
+        Chart("compare-metric", f"dev {runs[0].metric}", tuple(metric), percent=True, x_label=label),
+        Chart("compare-loss", "training loss", tuple(loss), x_label=label),
     )
     return [chart for chart in charts if chart.series]
 
 
-# --- one function per chart
+# --- one function per kind of chart
 
 
 def _loss(run: RunData) -> Iterator[Chart]:
     if not run.records:
         return
-    x, y, low, high = _aggregate(run, run.losses)
-    series = [Series("training", x, y, low=low, high=high)]
+    x, y, low, high = _aggregate(run, run.losses, _over_forwards(run))
+    series = [Series("fitted batch" if run.method == "solve" else "training", x, y, low=low, high=high)]
     dev = [evaluation for evaluation in run.metrics.evaluations if math.isfinite(evaluation.loss)]
     if dev:
-        series.append(_evaluation_series("dev", dev, "loss", 1))
+        series.append(_evaluation_series(run, dev, "loss", "dev", 1))
     note = "band: 10th to 90th percentile of the batches" if low else ""
-    yield Chart("loss", "loss", tuple(series), best_step=_best_step(run), note=note)
+    yield Chart("loss", "loss", tuple(series), best=_best(run), x_label=_x_label(run), note=note)
 
 
 def _metric(run: RunData) -> Iterator[Chart]:
     metrics = run.metrics
     if not metrics.evaluations:
         return
-    series = [_evaluation_series("dev", metrics.evaluations, "value", 1, band=True)]
+    series = [_evaluation_series(run, metrics.evaluations, "value", "dev", 1, band=True)]
     if final := metrics.final:
-        series.append(_evaluation_series(f"{final.split} at the end", [final], "value", 2, band=True))
+        series.append(_evaluation_series(run, [final], "value", f"{final.split} at the end", 2, band=True))
     baselines = []
     if zero_shot := metrics.zero_shot:
         baselines.append(Baseline("zero-shot (test)", zero_shot.value, 4))
-        if math.isfinite(zero_shot.calibrated):
+        if zero_shot.calibrated is not None:
             baselines.append(Baseline("calibrated zero-shot (test)", zero_shot.calibrated, 3))
-    best_step = _best_step(run)
-    yield Chart("metric", run.metric, tuple(series), tuple(baselines), best_step=best_step, percent=True)
+    if metrics.majority is not None:
+        baselines.append(Baseline("majority class (test)", metrics.majority, 7))
+    chart = Chart("metric", run.metric, tuple(series), tuple(baselines), best=_best(run), percent=True)
+    yield _over(run, chart)
+
+
+def _judged(run: RunData) -> Iterator[Chart]:
+    """How the steps of solve went: their judges' loss, their gain, and their size."""
+    steps = [record for record in run.records if all(math.isfinite(record.notes.get(key, math.nan)) for key in JUDGED)]
+    if run.method != "solve" or not steps:
+        return
+    x = [_x(run, record.step + 1, _over_forwards(run)) for record in steps]
+    before, gain, error = ([record.notes[key] for record in steps] for key in ("before", "gain", "gain_error"))
+    after = [loss - (0.0 if r.update.empty else won) for loss, won, r in zip(before, gain, steps, strict=True)]
+    losses = (
+        Series("before the move", x, before, 0, True),
+        Series("after it", x, after, 2, True),
+    )
+    yield _over(run, Chart("judged-loss", "loss of the judging examples", losses))
+    low, high = ([g + sign * e for g, e in zip(gain, error, strict=True)] for sign in (-1, 1))
+    line = Series("gain", x, gain, 2, True, low, high)
+    note = f"band: one standard error; {sum(not r.update.empty for r in steps)} of {len(run.records)} moves were taken"
+    yield _over(run, Chart("gain", "gain of the best move", (line,), (Baseline("no gain", 0.0),), note=note))
+    sizes = (("directions", "directions", 0), ("fitted", "fitted examples", 1), ("judged", "judging examples", 2))
+    lines = tuple(Series(name, x, [record.notes[key] for record in steps], colour, True) for key, name, colour in sizes)
+    yield _over(run, Chart("step-size", "size of a step", lines, from_zero=True))
+    eps = Series("ε", x, [record.notes["eps"] for record in steps], 5, True)
+    yield _over(run, Chart("eps", "ε of the probes", (eps,), from_zero=True))
+
+
+def _slopes(run: RunData) -> Iterator[Chart]:
+    """The slopes of spsa by size and over time, and the learning rate."""
+    if run.method == "solve" or not run.records:
+        return
+    yield from _slope_histogram(run)
+    zero_slopes = [float(not any(record.slopes)) for record in run.records]
+    line = Series("share of steps with slope zero", *_aggregate(run, zero_slopes)[:2], 3)
+    yield Chart("zero-slopes", "zero slopes over time", (line,), percent=True, from_zero=True)
+    line = Series("lr", *_aggregate(run, [record.lr for record in run.records])[:2], 5)
+    yield Chart("learning-rate", "learning rate", (line,), from_zero=True)
 
 
 def _slope_histogram(run: RunData) -> Iterator[Chart]:
@@ -123,21 +134,45 @@ def _slope_histogram(run: RunData) -> Iterator[Chart]:
     yield Chart("slopes", "slopes by size", bars=bars, x_label="slope g", percent=True, from_zero=True, note=note)
 
 
-def _line_charts(run: RunData) -> Iterator[Chart]:
-    """Charts of a single line, from zero."""
-    if run.records:
-        zero_slopes = [float(not any(record.slopes)) for record in run.records]
-        line = Series("share of steps with slope zero", *_aggregate(run, zero_slopes)[:2], 3)
-        yield Chart("zero-slopes", "zero slopes over time", (line,), percent=True, from_zero=True)
-        line = Series("lr", *_aggregate(run, [record.lr for record in run.records])[:2], 5)
-        yield Chart("learning-rate", "learning rate", (line,), from_zero=True)
+def _machine(run: RunData) -> Iterator[Chart]:
+    """Speed and memory over steps."""
     if len(durations := run.metrics.step_durations) > 1:
-        speeds = [(step, 1 / seconds) for step, seconds in durations]
-        yield Chart(
-            "speed", "steps per second", (Series("steps/s", *_bucket(speeds, statistics.median)),), from_zero=True
-        )
+        if run.method == "solve":
+            taken = [(step, seconds) for step, seconds in durations]
+            line = Series("s/step", *_bucket(taken, statistics.median), markers=True)
+            yield Chart("speed", "seconds per step", (line,), from_zero=True)
+        else:
+            speeds = [(step, 1 / seconds) for step, seconds in durations]
+            line = Series("steps/s", *_bucket(speeds, statistics.median))
+            yield Chart("speed", "steps per second", (line,), from_zero=True)
     if len(memory := run.metrics.memory) > 1:
         yield Chart("memory", "memory, MiB", (Series("in use", *_bucket(memory, max), 2),), from_zero=True)
+
+
+# --- the x axis: steps, or for solve, whose steps differ in size, example-forwards
+
+
+def _over_forwards(run: RunData) -> bool:
+    return run.method == "solve" and bool(run.forwards)
+
+
+def _x_label(run: RunData) -> str:
+    return FORWARDS if _over_forwards(run) else "step"
+
+
+def _over(run: RunData, chart: Chart) -> Chart:
+    return replace(chart, x_label=_x_label(run))
+
+
+def _x(run: RunData, position: int, over_forwards: bool) -> float:
+    """The place of a journal position."""
+    return run.forwards.get(position, run.spent or 0.0) if over_forwards else position
+
+
+def _best(run: RunData) -> float | None:
+    if not run.best or len(run.metrics.evaluations) < 2:
+        return None
+    return _x(run, run.best.step, _over_forwards(run))
 
 
 # --- shared by charts
@@ -149,24 +184,33 @@ def _unique_names(runs: Sequence[RunData]) -> Iterable[str]:
 
 
 def _evaluation_series(
-    name: str, evaluations: Sequence[RecordedEvaluation], figure: str, colour: int, band: bool = False
+    run: RunData,
+    evaluations: Sequence[RecordedEvaluation],
+    figure: str,
+    name: str,
+    colour: int,
+    over_forwards: bool | None = None,
+    band: bool = False,
 ) -> Series:
     """A field of the evaluations over their steps; `band` adds the interval, which is that of `value`."""
-    x, y = ([getattr(each, key) for each in evaluations] for key in ("step", figure))
+    over_forwards = _over_forwards(run) if over_forwards is None else over_forwards
+    x = [_x(run, each.step, over_forwards) for each in evaluations]
     low, high = zip(*(each.interval for each in evaluations), strict=True) if band else ((), ())
-    return Series(name, x, y, colour, True, low, high)
-
-
-def _best_step(run: RunData) -> int | None:
-    return run.best.step if run.best and len(run.metrics.evaluations) > 1 else None
+    return Series(name, x, [getattr(each, figure) for each in evaluations], colour, True, low, high)
 
 
 Floats = list[float]
 
 
-def _aggregate(run: RunData, values: Sequence[float]) -> tuple[Floats, Floats, Floats, Floats]:
-    """Steps, means, and a band from the 10th to the 90th percentile; the values themselves if there are few."""
-    points = [(record.step + 1, value) for record, value in zip(run.records, values, strict=True)]
+def _aggregate(
+    run: RunData, values: Sequence[float], over_forwards: bool = False
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """Places, means, and a band from the 10th to the 90th percentile; the values themselves if there are few."""
+    # A loss belongs to the weights before its step; among many steps, that is no difference.
+    points = [
+        (_x(run, record.step + (not over_forwards), over_forwards), value)
+        for record, value in zip(run.records, values, strict=True)
+    ]
     if len(points) <= 2 * BUCKETS // 5:
         return *_bucket(points, statistics.fmean), [], []
     low, high = (_bucket(points, partial(_percentile, share), 5)[1] for share in (0.1, 0.9))
@@ -178,10 +222,10 @@ def _percentile(share: float, values: Floats) -> float:
 
 
 def _bucket(
-    points: Sequence[tuple[int, float]], summary: Callable[[Floats], float], smallest: int = 1
+    points: Sequence[tuple[float, float]], summary: Callable[[Floats], float], smallest: int = 1
 ) -> tuple[Floats, Floats]:
-    """Mean step and summary of the values of each bucket."""
+    """Mean place and summary of the values of each bucket."""
     size = max(smallest, math.ceil(len(points) / BUCKETS))
     buckets = [points[start : start + size] for start in range(0, len(points), size)]
-    x = [statistics.fmean(step for step, _ in bucket) for bucket in buckets]
+    x = [statistics.fmean(place for place, _ in bucket) for bucket in buckets]
     return x, [float(summary([value for _, value in bucket])) for bucket in buckets]

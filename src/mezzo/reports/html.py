@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
-from mezzo.reports.charts import Chart
+from mezzo.drawing import Chart, render_svg
 from mezzo.reports.metrics import RecordedEvaluation, finite_number
-from mezzo.reports.svg import render_svg
 
 
 def heading(text: str) -> str:
@@ -42,6 +41,10 @@ def interval(evaluation: RecordedEvaluation) -> str:
 
 def count(value: Any) -> str:
     return "?" if (number := finite_number(value)) is None else f"{number:,.0f}"
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
 
 
 def plain_text(value: Any) -> str:

@@ -37,6 +37,8 @@ class Metrics:
         self.start, self.result, self.engine = (_last(events, name) for name in ("start", "result", "engine"))
         # (step, seconds since the start) and (step, MiB in use)
         self.step_times, self.memory = (_step_values(events, key) for key in ("seconds", "memory_mib"))
+        # (journal position, example-forwards up to it)
+        self.spent = [(step + 1, spent) for step, spent in _step_values(events, "spent")]
         self.evaluations = _parse_evaluations(events, "evaluation", "dev")
         self.zero_shot = next(iter(_parse_evaluations(events, "zero-shot", "test")), None)
         # The tested checkpoint of a finished run. Some keys of its event differ.
@@ -50,6 +52,11 @@ class Metrics:
         # What ended the run; empty if nothing did, or if it was resumed since.
         ends = [event for event in events if event.get("event") in ("failed", "start", "result")]
         self.failure = str(ends[-1].get("text", "")) if ends and ends[-1]["event"] == "failed" else ""
+
+    @property
+    def majority(self) -> float | None:
+        """The figure of always answering the most frequent label of the test examples."""
+        return finite_number(self.result.get("majority"))
 
     @property
     def peak_memory(self) -> float | None:
@@ -81,9 +88,9 @@ def _parse_evaluation(event: Event, split: str) -> RecordedEvaluation | None:
     step, value, n = (finite_number(event.get(key)) for key in ("step", "value", "n"))
     if step is None or value is None or low is None or high is None:
         return None
-    figures = (finite_number(event.get(key)) for key in ("accuracy", "loss", "calibrated"))
-    accuracy, loss, calibrated = (math.nan if figure is None else figure for figure in figures)
+    accuracy, loss, calibrated = (finite_number(event.get(key)) for key in ("accuracy", "loss", "calibrated"))
     metric = str(event.get("metric", "accuracy"))
+    accuracy, loss = (math.nan if figure is None else figure for figure in (accuracy, loss))
     return RecordedEvaluation(metric, value, (low, high), accuracy, loss, int(n or 0), calibrated, split, int(step))
 
 

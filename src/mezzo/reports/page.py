@@ -14,8 +14,8 @@ from mezzo.reports.run_data import RunData
 from mezzo.reports.sections import run_section
 
 COMPARISON_COLUMNS = (
-    *("run", "verdict", "figure", "95% interval", "calibrated", "best step", "steps", "zero slopes"),
-    *("steps/s", "MiB"),
+    *("run", "verdict", "method", "figure", "95% interval", "zero-shot", "calibrated", "best step", "steps"),
+    *("example-forwards", "zero slopes", "steps/s", "MiB"),
 )
 
 
@@ -46,7 +46,7 @@ def _read_asset(name: str) -> str:
 
 
 def _comparison(runs: Sequence[RunData]) -> str:
-    table = html.table(COMPARISON_COLUMNS, map(_comparison_row, runs), text_columns=2)
+    table = html.table(COMPARISON_COLUMNS, map(_comparison_row, runs), text_columns=3)
     curves = html.heading("Curves") + html.chart_grid(comparison_charts(runs))
     return f"<h1>{len(runs)} runs compared</h1>{table}{curves}{_differences(runs)}"
 
@@ -57,14 +57,17 @@ def _comparison_row(run: RunData) -> str:
     figures = (
         f"{evaluation.value:.1%}" if evaluation else "–",
         html.interval(evaluation) if evaluation else "–",
-        f"{metrics.zero_shot.calibrated:.1%}" if metrics.zero_shot else "–",
+        f"{metrics.zero_shot.value:.1%}" if metrics.zero_shot else "–",
+        html.percent(metrics.zero_shot.calibrated if metrics.zero_shot else None),
         f"{evaluation.step:,}" if evaluation else "–",
         f"{run.steps:,}",
-        f"{run.zero_slope_share:.1%}",
+        html.count(run.spent) if run.spent else "–",
+        "–" if run.method == "solve" else f"{run.zero_slope_share:.1%}",
         f"{run.speed:.3g}" if run.speed else "–",
         f"{metrics.peak_memory:,.0f}" if metrics.peak_memory else "–",
     )
     texts = f'<td>{escape(run.name)}</td><td class="word {verdict.tone}">{escape(verdict.word)}</td>'
+    texts += f"<td>{run.method}</td>"
     return f"<tr>{texts}{html.number_cells(figures)}</tr>"
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from mezzo.drawing import render_svg
+from mezzo.drawing.figure import has_matplotlib, render_png
 from mezzo.journal.atomic_files import write_atomically
-from mezzo.reports.charts import Chart, comparison_charts, run_charts
+from mezzo.reports.charts import comparison_charts, run_charts
 from mezzo.reports.run_data import RunData
-from mezzo.reports.svg import COLOURS, render_svg
 
 
 def write_plots(runs: Sequence[RunData], folder: Path) -> list[Path]:
@@ -29,44 +27,3 @@ def write_plots(runs: Sequence[RunData], folder: Path) -> list[Path]:
             write_atomically(path, data)
             paths.append(path)
     return paths
-
-
-def has_matplotlib() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
-
-
-def render_png(chart: Chart) -> bytes:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3.6), layout="constrained")
-    draw_chart(figure.subplots(), chart)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=144)
-    return out.getvalue()
-
-
-def draw_chart(axes: Any, chart: Chart) -> None:
-    """Draw a chart on axes of matplotlib."""
-    from matplotlib.ticker import PercentFormatter
-
-    for series in chart.series:
-        colour = COLOURS[series.colour % len(COLOURS)]
-        axes.plot(series.x, series.y, color=colour, marker="o" if series.markers else "", label=series.name)
-        if series.low and len(series.x) > 1:
-            axes.fill_between(series.x, series.low, series.high, color=colour, alpha=0.16, linewidth=0)
-        elif series.low:
-            axes.vlines(series.x, series.low, series.high, color=colour)
-    for baseline in chart.baselines:
-        axes.axhline(baseline.y, color=COLOURS[baseline.colour % len(COLOURS)], linestyle="--", label=baseline.name)
-    if chart.best_step is not None:
-        axes.axvline(chart.best_step, color="black", alpha=0.35, linestyle=":")
-    for left, right, share in chart.bars:
-        axes.bar(left, share, width=right - left, align="edge", color=COLOURS[0], edgecolor="white")
-    if chart.percent:
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    if chart.from_zero:
-        axes.set_ylim(bottom=0)
-    if len(chart.series) + len(chart.baselines) > 1:
-        axes.legend(frameon=False, fontsize="small")
-    axes.set(title=chart.title, xlabel=chart.x_label)
-    axes.grid(alpha=0.2)

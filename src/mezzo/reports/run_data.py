@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from mezzo.journal.header import Header
 from mezzo.journal.journal import read
 from mezzo.reports.metrics import Metrics, RecordedEvaluation, finite_number
 from mezzo.runs.folder import METRICS, Folder
-from mezzo.runs.health import Verdict, verdict
+from mezzo.runs.verdict import Verdict, parse_verdict
 from mezzo.types import StepRecord
 
 # An unfinished run counts as running for this long after its last line of metrics.
@@ -32,6 +33,8 @@ class RunData:
     steps: int
     records: Sequence[StepRecord]
     """The steps with finite numbers."""
+    forwards: Mapping[int, float]
+    """Example-forwards of training up to a journal position, where they are known."""
     metrics: Metrics
     mistakes: Sequence[Mapping[str, Any]]
     running: bool
@@ -41,8 +44,31 @@ class RunData:
         return self.path.resolve().name
 
     @property
-    def planned_steps(self) -> int:
-        return int(finite_number(self.config.get("steps")) or self.steps)
+    def method(self) -> str:
+        return "solve" if self.config.get("method") == "solve" else "spsa"
+
+    @property
+    def planned_steps(self) -> int | None:
+        """The most steps it may take; None for a run that has a budget instead."""
+        steps = finite_number(self.config.get("steps"))
+        return int(steps) if steps else None
+
+    @property
+    def budget(self) -> float | None:
+        """Example-forwards of training at most."""
+        return finite_number(self.metrics.start.get("budget"))
+
+    @property
+    def spent(self) -> float | None:
+        return self.forwards.get(self.steps)
+
+    @property
+    def place(self) -> str:
+        """How far the run is, by its steps or its budget."""
+        place = f"step {self.steps:,}" + (f" of {self.planned_steps:,}" if self.planned_steps else "")
+        if self.budget and self.spent is not None:
+            place += f", {self.spent:,.0f} of {self.budget:,.0f} example-forwards"
+        return place
 
     @property
     def metric(self) -> str:
@@ -64,6 +90,11 @@ class RunData:
         return self.steps - len(self.records)
 
     @property
+    def moves(self) -> int:
+        """Steps that moved the weights."""
+        return sum(not record.update.empty for record in self.records)
+
+    @property
     def zero_slope_share(self) -> float:
         return sum(not any(record.slopes) for record in self.records) / max(1, len(self.records))
 
@@ -75,36 +106,44 @@ class RunData:
 
     @property
     def verdict(self) -> Verdict:
-        metrics, final = self.metrics, self.metrics.final
+        metrics = self.metrics
         if failure := metrics.failure:
             return Verdict("diverged" if "not a number" in failure else "failed", "bad", failure)
         if not metrics.result:
             bad = [each.text for each in metrics.warnings if each.kind in ("diverging", "no signal", "overfitting")]
-            reason = f"step {self.steps} of {self.planned_steps}" + (f": {bad[-1]}" if bad else "")
-            hint = "" if self.running else f"; continue with: mezzo train --resume {self.path}"
+            reason = self.place + (f": {bad[-1]}" if bad else "")
+            hint = "" if self.running else f"; continue with: mezzo train --resume {shlex.quote(str(self.path))}"
             return Verdict("running" if self.running else "unfinished", "bad" if bad else "neutral", reason + hint)
-        kinds = {warning.kind for warning in metrics.warnings}
-        zero_shot, calibrated = (
-            finite_number(metrics.result.get(key)) for key in ("zero_shot", "zero_shot_calibrated")
-        )
-        value, interval, step = (final.value, final.interval, final.step) if final else (None, None, 0)
-        return verdict(kinds, value, interval, zero_shot, calibrated, step)
+        return parse_verdict(str(metrics.result.get("verdict") or "not tested: the run recorded no verdict"))
 
 
 def read_run(path: str | Path) -> RunData:
     """Read a run folder."""
     folder = Folder.open(path)
     journal = read(folder.path)
+    metrics = Metrics(folder.metrics())
     return RunData(
         path=folder.path,
         config=folder.read_config() or journal.header.config,
         header=journal.header,
         steps=journal.steps,
         records=[r for r in journal.records if r.losses and all(map(math.isfinite, (*r.losses, *r.slopes, r.lr)))],
-        metrics=Metrics(folder.metrics()),
+        forwards=_count_forwards(journal.records, metrics),
+        metrics=metrics,
         mistakes=folder.mistakes(),
         running=_recently_written(folder.path / METRICS),
     )
+
+
+def _count_forwards(records: Sequence[StepRecord], metrics: Metrics) -> dict[int, float]:
+    """By journal position: what the metrics say, else what the records do, else as many as the step before; empty if neither
+    says anything."""
+    said, found = dict(metrics.spent), {0: 0.0}
+    for record in records:
+        before = found.get(record.step, 0.0)
+        total = said.get(record.step + 1, before + record.notes.get("forwards", 0.0))
+        found[record.step + 1] = total if math.isfinite(total) else before
+    return found if any(found.values()) else {}
 
 
 def _recently_written(path: Path) -> bool:

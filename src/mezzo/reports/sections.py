@@ -12,13 +12,26 @@ from typing import Any
 
 from mezzo.evaluation.evaluate import wilson_interval
 from mezzo.reports import html
+from mezzo.reports.changes import changes_section, classes_section
 from mezzo.reports.charts import run_charts
 from mezzo.reports.metrics import Event, RecordedEvaluation, finite_number
 from mezzo.reports.run_data import RunData
 
 # Mistakes that are visible without expanding the rest.
 VISIBLE_MISTAKES = 8
-METHOD_OPTIONS = ("objective", "lr", "schedule", "eps", "batch_size", "samples", "noise", "weight_decay", "seed")
+METHOD_OPTIONS = (
+    "method",
+    "budget",
+    "objective",
+    "lr",
+    "schedule",
+    "eps",
+    "batch_size",
+    "samples",
+    "noise",
+    "weight_decay",
+    "seed",
+)
 
 
 def run_section(run: RunData, one_of_several: bool) -> str:
@@ -29,6 +42,8 @@ def run_section(run: RunData, one_of_several: bool) -> str:
         _warnings(run),
         html.heading("Curves") + html.chart_grid(charts) if charts else "",
         _evaluations(run),
+        classes_section(run.metrics.result.get("classes")),
+        changes_section(run.metrics.result),
         _mistakes(run),
         _training_facts(run),
         _commands(run),
@@ -55,14 +70,24 @@ def _figures(run: RunData) -> str:
         name = f"{'' if metrics.final else 'best '}{shown.split} {shown.metric}, step {shown.step}"
         figures.append((name, f"{shown.value:.1%}"))
     if zero_shot := metrics.zero_shot:
-        figures += [("zero-shot", f"{zero_shot.value:.1%}"), ("calibrated zero-shot", f"{zero_shot.calibrated:.1%}")]
-    figures.append((f"steps of {run.planned_steps:,}", f"{run.steps:,}"))
-    if run.records:
+        figures.append(("zero-shot", f"{zero_shot.value:.1%}"))
+        if zero_shot.calibrated is not None:
+            figures.append(("calibrated zero-shot", f"{zero_shot.calibrated:.1%}"))
+    if metrics.majority is not None:
+        figures.append(("majority class", f"{metrics.majority:.1%}"))
+    figures.append((f"steps of {run.planned_steps:,}" if run.planned_steps else "steps", f"{run.steps:,}"))
+    if run.method == "solve":
+        of = f"example-forwards of {run.budget:,.0f}" if run.budget else "example-forwards"
+        figures += [(of, f"{run.spent or 0:,.0f}"), ("moves taken", str(run.moves))]
+    elif run.records:
         figures.append(("steps with slope zero", f"{run.zero_slope_share:.1%}"))
     if run.skipped_steps:
         figures.append(("skipped steps", str(run.skipped_steps)))
     if run.speed:
-        figures.append(("steps per second", f"{run.speed:.3g}"))
+        slow = run.speed < 1
+        figures.append(
+            ("seconds per step", f"{1 / run.speed:.3g}") if slow else ("steps per second", f"{run.speed:.3g}")
+        )
     if metrics.peak_memory:
         figures.append(("peak memory", f"{metrics.peak_memory:,.0f} MiB"))
     if (seconds := finite_number(metrics.result.get("seconds"))) is not None:
@@ -82,26 +107,36 @@ def _evaluations(run: RunData) -> str:
     rows = []
     if zero_shot := run.metrics.zero_shot:
         rows.append(_evaluation_row("test, zero-shot", zero_shot))
-        if math.isfinite(value := zero_shot.calibrated):
-            interval = (math.nan, math.nan)
-            if zero_shot.metric == "accuracy" and zero_shot.n:
-                interval = wilson_interval(value, zero_shot.n)
-            calibrated = replace(zero_shot, step=0, value=value, interval=interval, loss=math.nan)
-            rows.append(_evaluation_row("test, calibrated zero-shot", calibrated))
+        rows += _calibrated_row("test, calibrated zero-shot", zero_shot)
+        if run.metrics.majority is not None:
+            constant = replace(zero_shot, value=run.metrics.majority, interval=(math.nan, math.nan), loss=math.nan)
+            rows.append(_evaluation_row("test, majority class", constant))
     best, by_step = run.best, {evaluation.step: evaluation for evaluation in run.metrics.evaluations}
     for step, evaluation in sorted(by_step.items()):
         is_best = best is not None and step == best.step
         rows.append(_evaluation_row(f"dev{', best' if is_best else ''}", evaluation, is_best))
     if final := run.metrics.final:
         rows.append(_evaluation_row(f"{final.split}, final", final, True))
+        rows += _calibrated_row(f"{final.split}, final, calibrated", final)
     if not rows:
         return ""
     head = ("examples", "step", run.metric, "95% interval", "loss", "n")
     note = (
-        '<p class="note">Calibrated zero-shot predicts every label equally often, without using labels: '
-        "a real gain is a gain over that figure.</p>"
+        '<p class="note">Calibrated: with the prompt\'s bias removed, so that every label is predicted equally often. This uses '
+        "no labels. Compare like with like: trained with untrained, calibrated with calibrated.</p>"
+        if run.metrics.zero_shot and run.metrics.zero_shot.calibrated is not None
+        else ""
     )
     return html.heading("Evaluations") + html.table(head, rows, text_columns=1) + note
+
+
+def _calibrated_row(name: str, evaluation: RecordedEvaluation) -> list[str]:
+    if (value := evaluation.calibrated) is None:
+        return []
+    interval = (math.nan, math.nan)
+    if evaluation.metric == "accuracy" and evaluation.n and 0 <= value <= 1:
+        interval = wilson_interval(value, evaluation.n)
+    return [_evaluation_row(name, replace(evaluation, value=value, interval=interval, loss=math.nan))]
 
 
 def _evaluation_row(name: str, evaluation: RecordedEvaluation, bold: bool = False) -> str:

@@ -29,6 +29,7 @@ from mezzo.runs.budget import parse_budget
 from mezzo.runs.events import Events, Observer
 from mezzo.runs.folder import Folder, holds_run
 from mezzo.runs.health import Health
+from mezzo.runs.outcome import Assessment, read_answers
 from mezzo.runs.session import Session
 from mezzo.runs.setup import Setup, resolve_setup
 from mezzo.runs.trackers import Trackers, check_installed
@@ -186,7 +187,7 @@ def _start(
     """The session around an open engine and journal, its zero-shot evaluation done."""
     config = setup.config
     budget = parse_budget(config.budget)
-    events = Events(folder, observe, Health(config.objective), Trackers())
+    events = Events(folder, observe, Health(config.objective, str(config.method)), Trackers())
     events.remember(earlier)
     events.trackers.start(config.track, folder.path, config.to_dict())
     limits = Limits(
@@ -210,6 +211,7 @@ def _start(
         evaluate=(lambda: setup.evaluate(engine, dev)) if dev else None,
         snapshots=folder.snapshots,
         notify=events,
+        stop_reason=lambda: events.stop_reason,
         spent=sum(map(method.cost, journal.content.records)),
         start=journal.content.steps,
         history=[(_parse_step(e), _parse_evaluation(e)) for e in earlier if e.get("event") == "evaluation"],
@@ -221,9 +223,13 @@ def _start(
             lambda text: events("worker", {"step": trainer.step, "text": text}),
             folder.wanted_workers,
         )
-    zero_shot = [_parse_evaluation(e) for e in earlier if e.get("event") == "zero-shot"]
+    untrained = [
+        Assessment(_parse_evaluation(e), read_answers(e, setup.splits.test, setup.task))
+        for e in earlier
+        if e.get("event") == "zero-shot"
+    ]
     session = Session(setup, engine, folder, journal, trainer, events, list(earlier))
-    session.zero_shot = zero_shot[-1] if zero_shot else None
+    session.untrained = untrained[-1] if untrained else None
     try:
         session.begin()
     except BaseException:
@@ -289,9 +295,12 @@ def _refuse_stored_addresses(remembered: dict[str, Any], given: dict[str, Any]) 
 
 def _parse_evaluation(line: dict[str, Any]) -> Evaluation:
     try:
-        figures = {name: float(line[name]) for name in ("value", "accuracy", "loss", "calibrated")}
+        figures = {name: float(line[name]) for name in ("value", "accuracy", "loss")}
+        calibrated = None if line["calibrated"] is None else float(line["calibrated"])
         low, high = (float(end) for end in line["interval"])
-        return Evaluation(metric=str(line["metric"]), interval=(low, high), n=int(line["n"]), **figures)
+        return Evaluation(
+            metric=str(line["metric"]), interval=(low, high), n=int(line["n"]), calibrated=calibrated, **figures
+        )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise JournalError(f"metrics.jsonl has an evaluation without {error}; delete the line and resume") from None
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mezzo.errors import StopTraining
 from mezzo.runs.folder import Folder
 from mezzo.runs.health import Health
 from mezzo.runs.trackers import Trackers
@@ -23,10 +24,15 @@ class Events:
     health: Health
     trackers: Trackers = field(default_factory=Trackers)
     warnings: list[str] = field(default_factory=list)
+    stop_reason: str = ""
+    """Why the run should end after the current step; empty while it should not."""
 
     def __call__(self, event: str, values: dict[str, Any]) -> None:
         self.folder.note(event, values)
-        self.observe(event, values)
+        try:
+            self.observe(event, values)
+        except StopTraining as stop:
+            self.stop_reason = str(stop) or "stopped by its observer"
         if event == "warning":
             self.warnings.append(str(values["text"]))
         for text in self.trackers.log(event, values):

@@ -1,4 +1,4 @@
-"""Health of a run: divergence, no signal and overfitting are detected while it trains, and its verdict at the end."""
+"""Health of a run: divergence, no signal and overfitting are detected while it trains."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from mezzo.method.objectives import OBJECTIVES
 Kind = Literal["diverging", "no signal", "overfitting"]
 # Steps whose median counts as the present loss when divergence is checked.
 RECENT = 10
-# Steps whose mean counts as the training loss around a step, for comparison with dev.
-WINDOW = 50
+# Steps whose mean counts as the training loss around a step, for comparison with dev: solve has few and large steps.
+WINDOW = {"solve": 4, "spsa": 50}
+AGAINST_DIVERGENCE = {
+    "solve": "a smaller --eps or more training examples; the best checkpoint so far is kept",
+    "spsa": "an --lr three to ten times smaller, or bound single steps with --clip; the best checkpoint so far is kept",
+}
 # Consecutive steps without any slope after which there is no signal.
 ZERO_SLOPES = 20
 
@@ -33,6 +37,7 @@ class Health:
     """Watches a run's events and reports each kind of problem once."""
 
     objective: str = "cross_entropy"
+    method: str = "spsa"
     found: list[Finding] = field(default_factory=list)
     _losses: list[float] = field(default_factory=list)
     _evaluations: list[tuple[int, float, float]] = field(default_factory=list)
@@ -59,7 +64,8 @@ class Health:
     def _check_step(self, step: int, loss: float, slopes: Sequence[float]) -> Iterator[Finding | None]:
         self._losses.append(loss)
         self._zero_streak = 0 if any(slopes) else self._zero_streak + 1
-        yield self._no_signal(step)
+        if self.method == "spsa":  # solve looks at all scores, and ends by itself when moves stop helping
+            yield self._no_signal(step)
         yield self._exploding_loss(step)
 
     def _check_evaluation(self, step: int, loss: float, value: float) -> Iterator[Finding | None]:
@@ -84,18 +90,19 @@ class Health:
         if len(self._losses) <= RECENT:
             return None
         first, now = self._losses[0], statistics.median(self._losses[-RECENT:])
-        return _diverging(step, "loss", first, now) if now > first + max(1.0, abs(first)) else None
+        return self._diverging(step, "loss", first, now) if now > first + max(1.0, abs(first)) else None
 
     def _rising_dev_loss(self, step: int, loss: float) -> Finding | None:
         """The dev loss is well above its first value and the training loss is no lower: the steps are too large."""
         first = self._evaluations[0][1]
-        early, late = _mean(self._losses[:WINDOW]), _mean(self._losses[-WINDOW:])
-        return _diverging(step, "dev loss", first, loss) if loss > 1.2 * first + 0.05 and late >= early else None
+        early, late = _mean(self._losses[: self._window]), _mean(self._losses[-self._window :])
+        return self._diverging(step, "dev loss", first, loss) if loss > 1.2 * first + 0.05 and late >= early else None
 
     def _overfitting(self, step: int, loss: float, value: float) -> Finding | None:
         """The training loss has kept falling since dev was best, and dev has become worse."""
         best, low, at_best = min(self._evaluations[:-1], key=lambda evaluation: evaluation[1])
-        then, now = self._losses[: max(best, WINDOW)][-WINDOW:], self._losses[-WINDOW:]
+        window = self._window
+        then, now = self._losses[: max(best, window)][-window:], self._losses[-window:]
         margin = max(0.05 * abs(_mean(then)), 2 * _error(then), 2 * _error(now))
         if loss < low + max(0.1 * abs(low), 0.02) or value > at_best or _mean(now) > _mean(then) - margin:
             return None
@@ -103,23 +110,22 @@ class Health:
             "overfitting",
             step,
             f"overfitting: the training loss keeps falling ({_mean(then):.3g} to {_mean(now):.3g}) while the dev loss has "
-            f"risen from {low:.3g} at step {best} to {loss:.3g}. The best checkpoint is kept and tested; more data, fewer steps "
-            "or --patience help",
+            f"risen from {low:.3g} at step {best} to {loss:.3g}. The best checkpoint is kept and tested; more data, "
+            f"{'fewer steps' if self.method == 'spsa' else 'a smaller --budget'} or --patience help",
         )
+
+    def _diverging(self, step: int, what: str, first: float, now: float) -> Finding:
+        said = f"the run is diverging: the {what} was {first:.3g} at first and is {now:.3g} now. Start again with "
+        return Finding("diverging", step, said + AGAINST_DIVERGENCE[self.method])
+
+    @property
+    def _window(self) -> int:
+        return WINDOW[self.method]
 
 
 def is_smooth(objective: str) -> bool:
     """Whether every change of a score changes the objective; the user's own function is not known to be smooth."""
     return objective in OBJECTIVES and OBJECTIVES[objective].smooth
-
-
-def _diverging(step: int, what: str, first: float, now: float) -> Finding:
-    return Finding(
-        "diverging",
-        step,
-        f"the run is diverging: the {what} was {first:.3g} at first and is {now:.3g} now. Start again with an --lr three to "
-        "ten times smaller, or bound single steps with --clip; the best checkpoint so far is kept",
-    )
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -129,56 +135,3 @@ def _mean(values: Sequence[float]) -> float:
 def _error(values: Sequence[float]) -> float:
     """Standard error of the mean."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
-
-
-# ---- the verdict
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The outcome of a run: a word or two, whether that is good, and why."""
-
-    word: str
-    tone: Literal["good", "neutral", "bad"]
-    reason: str
-
-
-def verdict(
-    kinds: set[str] | frozenset[str],
-    value: float | None,
-    interval: Sequence[float] | None,
-    zero_shot: float | None,
-    calibrated: float | None,
-    best_step: int,
-) -> Verdict:
-    """The verdict on a finished run, from its findings and from the tested checkpoint against the better zero-shot figure."""
-    if value is None or interval is None:
-        gain, known = "there was nothing to test it on", False
-        better = worse = False
-    else:
-        baselines = [figure for figure in (zero_shot, calibrated) if figure is not None]
-        base = max(baselines, default=value)
-        known = bool(baselines)
-        points, side = 100 * abs(value - base), "over" if value >= base else "under"
-        gain = f"{points:.1f} points {side} the better zero-shot figure ({base:.1%}), 95% {interval[0]:.1%} to {interval[1]:.1%}"
-        better, worse = interval[0] > base, interval[1] < base
-    if "diverging" in kinds:
-        kept = f"; the checkpoint of step {best_step} that was tested: {gain}" if known else ""
-        return Verdict("diverged", "bad", f"the loss grew instead of falling: a smaller --lr is needed{kept}")
-    if "no signal" in kinds and not better:
-        return Verdict("no signal", "bad", f"steps without any slope moved nothing: a larger --eps is needed; {gain}")
-    if better:
-        late = f"; it overfits after step {best_step}, which is what was tested" if "overfitting" in kinds else ""
-        return Verdict("worked", "good", f"{gain}: more than chance{late}")
-    if "overfitting" in kinds:
-        return Verdict(
-            "overfits", "bad", f"the training loss fell and dev became worse; tested at step {best_step}: {gain}"
-        )
-    if worse:
-        return Verdict("got worse", "bad", f"{gain}")
-    if not known:
-        return Verdict("not tested", "neutral", gain)
-    if value is not None and value > base:
-        return Verdict("unclear", "neutral", f"{gain}: within chance. More test examples, steps or seeds would tell")
-    start = "no step was better on dev than the model as it came" if best_step == 0 else gain
-    return Verdict("did not move", "bad", f"{start}. A larger --lr, more steps or other label words may help")

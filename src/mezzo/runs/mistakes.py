@@ -20,7 +20,7 @@ def list_mistakes(examples: Sequence[Example], detail: DetailedEvaluation, task:
     if detail.texts is not None:
         return [
             {
-                **_text_fields(example, task),
+                **text_fields(example, task),
                 "right": _shorten(example.fields.get(task.label_column, "")),
                 "given": _shorten(text),
             }
@@ -34,20 +34,20 @@ def list_mistakes(examples: Sequence[Example], detail: DetailedEvaluation, task:
     wrong.sort(key=lambda place: -chances[place, given[place]])
     return [
         {
-            **_text_fields(examples[place], task),
-            "right": _answer_name(task, examples[place], examples[place].label),
-            "given": _answer_name(task, examples[place], int(given[place])),
+            **text_fields(examples[place], task),
+            "right": answer_name(task, examples[place], examples[place].label),
+            "given": answer_name(task, examples[place], int(given[place])),
             "sure": round(float(chances[place, given[place]]), 4),
         }
         for place in wrong[:MAX_ROWS]
     ]
 
 
-def _text_fields(example: Example, task: Task) -> dict[str, Any]:
+def text_fields(example: Example, task: Task) -> dict[str, Any]:
     return {"fields": {name: _shorten(value) for name, value in example.fields.items() if name != task.label_column}}
 
 
-def _answer_name(task: Task, example: Example, index: int) -> str:
+def answer_name(task: Task, example: Example, index: int) -> str:
     """A label by name; of a choice task, the candidate's text."""
     if task.labels:
         return task.labels[index]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -59,7 +58,8 @@ def _results(events: Sequence[Mapping[str, Any]], step: int) -> list[str]:
     rows = []
     if zero:
         rows.append(f"| zero-shot, before training | {_figure(zero)} | {zero.get('n')} |")
-        rows.append(f"| the same, calibrated | {zero.get('calibrated', math.nan):.1%} | {zero.get('n')} |")
+        if isinstance(calibrated := zero.get("calibrated"), (int, float)):
+            rows.append(f"| the same, calibrated | {calibrated:.1%} | {zero.get('n')} |")
     if dev:
         rows.append(f"| dev, this checkpoint | {_figure(dev)} | {dev.get('n')} |")
     if result:
@@ -75,8 +75,8 @@ def _results(events: Sequence[Mapping[str, Any]], step: int) -> list[str]:
 def _sound(entry: Mapping[str, Any]) -> bool:
     """Whether a line of metrics holds a figure; the folder may be a stranger's."""
     interval = entry.get("interval")
-    values = [entry.get("value"), entry.get("calibrated", 0.0), *(interval if isinstance(interval, list) else ())]
-    return len(values) == 4 and all(isinstance(value, (int, float)) for value in values)
+    values = [entry.get("value"), *(interval if isinstance(interval, list) else ())]
+    return len(values) == 3 and all(isinstance(value, (int, float)) for value in values)
 
 
 def _figure(entry: Mapping[str, Any]) -> str:
@@ -85,11 +85,23 @@ def _figure(entry: Mapping[str, Any]) -> str:
 
 
 def _method(config: Mapping[str, Any], header: Header) -> list[str]:
-    names = ["space", "objective", "lr", "schedule", "eps", "batch_size", "samples", "noise", "seed"]
+    names = [
+        "space",
+        "method",
+        "budget",
+        "objective",
+        "lr",
+        "schedule",
+        "eps",
+        "batch_size",
+        "samples",
+        "noise",
+        "seed",
+    ]
     names[1:1] = ["rank", "alpha"] if config.get("space") == "lora" else []
     return [
         *("| option | |", "|---|---|", f"| base model | {_short(str(config['model']))} |"),
-        *(f"| {name.replace('_', ' ')} | {config.get(name)} |" for name in names),
+        *(f"| {name.replace('_', ' ')} | {config[name]} |" for name in names if config.get(name) is not None),
         f"| base digest | `{header.base[:16]}` |",
     ]
 

@@ -1,30 +1,43 @@
-"""The result of a run, as values and as a table."""
+"""The result of a run, as values, as a table, and in a notebook."""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from mezzo.drawing import Chart, Series, render_svg
+from mezzo.drawing.figure import make_figure
+from mezzo.errors import ConfigError
 from mezzo.journal.journal import NAME as JOURNAL
+from mezzo.runs.folder import Folder
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The result of a run. `value`, `interval` and both zero-shot figures are of `metric`, as fractions of one."""
+    """The result of a run. `value`, `interval`, `majority` and the calibrated and zero-shot figures are of `metric`, as
+    fractions of one."""
 
     out: str
     steps: int
     metric: str = "accuracy"
     value: float | None = None
+    calibrated: float | None = None
+    """The value without the prompt's prior; None where answers are no labels."""
     accuracy: float | None = None
     interval: tuple[float, float] | None = None
     zero_shot: float | None = None
     zero_shot_calibrated: float | None = None
+    majority: float | None = None
+    """The figure of always answering the most frequent label."""
     best_step: int = 0
     tested_on: str = "test"
     n_test: int = 0
+    task: str = ""
+    columns: tuple[str, ...] = ()
     zero_slope_share: float = 0.0
     skipped_steps: int = 0
     digest: str = ""
@@ -39,6 +52,15 @@ class Run:
     """Statistics of parallel workers: their number, bytes exchanged, share of time spent waiting, workers lost."""
     verdict: str = ""
     memory_mib: int = 0
+    curve: tuple[dict[str, float], ...] = ()
+    """The evaluations on dev: `step`, `example_forwards`, `value` and `loss` of each."""
+    corrected: int | None = None
+    broken: int | None = None
+    """Test examples that were answered wrongly before training and rightly after it, and the reverse."""
+    examples: tuple[dict[str, Any], ...] = ()
+    """A few test examples with the answers before and after."""
+    classes: dict[str, Any] | None = None
+    """By label: examples, recall, and the confusion matrix, whose rows are the right labels."""
 
     @property
     def journal(self) -> Path:
@@ -57,15 +79,16 @@ class Run:
         rows = [("run", self.out), ("steps", f"{self.steps} ({self.stopped})")]
         if self.value is not None:
             low, high = self.interval or (self.value, self.value)
-            for name, value in (("zero-shot", self.zero_shot), ("calibrated zero-shot", self.zero_shot_calibrated)):
-                rows += [(name, f"{value:.1%}")] if value is not None else []
             at = "" if self.best_step == self.steps else f", at step {self.best_step}"
-            rows.append(
-                (
-                    f"{self.tested_on} {self.metric}",
-                    f"{self.value:.1%}  95% [{low:.1%}, {high:.1%}], n={self.n_test}{at}",
-                )
+            figure = f"{self.value:.1%}  95% [{low:.1%}, {high:.1%}], n={self.n_test}{at}"
+            baselines = (
+                ("zero-shot", self.zero_shot),
+                ("calibrated zero-shot", self.zero_shot_calibrated),
+                ("majority class", self.majority),
             )
+            rows += [(name, f"{value:.1%}") for name, value in baselines if value is not None]
+            rows.append((f"{self.tested_on} {self.metric}", figure))
+            rows += [] if self.calibrated is None else [("the same, calibrated", f"{self.calibrated:.1%}")]
         if self.moves is None:
             rows.append(("zero slopes", f"{self.zero_slope_share:.1%} of steps"))
         else:
@@ -78,12 +101,77 @@ class Run:
         rows += [("memory", f"{self.memory_mib:,} MiB at most")] if self.memory_mib else []
         rows.append(("digest", self.digest[:16]))
         rows += [("verdict", self.verdict)] if self.verdict else []
-        return [*rows, ("report", f"mezzo report {self.out}")]
+        return [*rows, ("report", f"mezzo report {shlex.quote(self.out)}")]
+
+    def chart(self) -> Chart | None:
+        """The dev figure over example-forwards; None with fewer than two evaluations."""
+        return dev_chart(self.curve, self.metric)
+
+    def plot(self) -> Any:
+        """The curve as a matplotlib Figure."""
+        chart = self.chart()
+        if chart is None:
+            raise ConfigError("there is no curve to plot: the run has fewer than two evaluations on dev")
+        return make_figure(chart)
+
+    def to_frame(self) -> Any:
+        """A pandas DataFrame with a row per step, and the dev figures of the steps after which there was an evaluation."""
+        try:
+            import pandas
+        except ImportError:
+            raise ConfigError("to_frame() needs pandas, which is not installed: pip install pandas") from None
+        rows: dict[int, dict[str, Any]] = {}
+        left_out = ("event", "step", "slopes", "spent", "forwards", *(() if self.moves is None else ("lr",)))
+        for entry in Folder(Path(self.out)).metrics():
+            row = {"example_forwards": entry.get("spent")}
+            if entry.get("event") == "step":  # its row has the position after it
+                row |= {name: _number(value) for name, value in entry.items() if name not in left_out}
+                rows.setdefault(int(entry["step"]) + 1, {}).update(row)
+            elif entry.get("event") == "evaluation":
+                row |= {f"dev_{entry['metric']}": _number(entry["value"]), "dev_loss": _number(entry["loss"])}
+                rows.setdefault(int(entry["step"]), {}).update(row)
+        return pandas.DataFrame.from_dict(dict(sorted(rows.items())), orient="index").rename_axis("step")
 
     def _repr_html_(self) -> str:
-        """The table for a notebook."""
-        rows = (f"<tr><th style='text-align:left'>{escape(a)}</th><td>{escape(b)}</td></tr>" for a, b in self.table())
-        return f"<table>{''.join(rows)}</table>"
+        """The table and the curve for a notebook."""
+        chart = self.chart()
+        return html_table(self.table()) + (html_figure(chart) if chart else "")
+
+
+def read_curve(events: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], ...]:
+    """The evaluations on dev, from a run's metrics; a line that was edited by hand is left out."""
+    found = [
+        {"step": e.get("step"), "example_forwards": e.get("spent"), "value": e.get("value"), "loss": e.get("loss")}
+        for e in events
+        if e.get("event") == "evaluation"
+    ]
+    return tuple(point for point in found if all(isinstance(value, (int, float)) for value in point.values()))  # type: ignore[misc]
+
+
+def dev_chart(curve: Any, metric: str) -> Chart | None:
+    """The dev figure over example-forwards; None with fewer than two evaluations."""
+    if len(curve) < 2:
+        return None
+    x, y = ([point[key] for point in curve] for key in ("example_forwards", "value"))
+    line = Series("dev", x, y, markers=True)
+    return Chart("dev", f"dev {metric}", (line,), x_label="example-forwards", percent=True)
+
+
+def html_table(rows: list[tuple[str, str]]) -> str:
+    cells = (
+        f"<tr><th style='text-align:left'>{escape(a)}</th><td style='text-align:left'>{escape(b)}</td></tr>"
+        for a, b in rows
+    )
+    return f"<table>{''.join(cells)}</table>"
+
+
+def html_figure(chart: Chart) -> str:
+    return f"<figure style='max-width:440px'><figcaption>{escape(chart.title)}</figcaption>{render_svg(chart)}</figure>"
+
+
+def _number(value: Any) -> Any:
+    """A number that a line of metrics holds as text, because JSON has none that are not finite."""
+    return float(value) if value in ("nan", "inf", "-inf") else value
 
 
 def _workers_row(workers: dict[str, Any]) -> str:

@@ -16,16 +16,17 @@ import numpy as np
 from mezzo.engines import memory, open_engine
 from mezzo.engines.base import Engine, Workers
 from mezzo.errors import MezzoError
-from mezzo.evaluation.evaluate import DetailedEvaluation, Evaluation
+from mezzo.evaluation.evaluate import DetailedEvaluation
 from mezzo.journal.journal import Journal, read
 from mezzo.replay.replay import bring_to, check_base, load_snapshot
 from mezzo.runs.events import Events
 from mezzo.runs.folder import Folder
-from mezzo.runs.health import verdict
 from mezzo.runs.mistakes import list_mistakes
-from mezzo.runs.result import Run
+from mezzo.runs.outcome import Assessment, collect_answers, describe_changes, measure_gains
+from mezzo.runs.result import Run, read_curve
 from mezzo.runs.setup import Setup
 from mezzo.runs.trainer import MeZOTrainer
+from mezzo.runs.verdict import judge
 from mezzo.types import StepRecord
 
 # After this many steps, an expected movement of the weights below this share of their size is warned about.
@@ -45,7 +46,8 @@ class Session:
     earlier: list[dict[str, Any]] = field(default_factory=list)
     """Metrics that the run had written before it was resumed."""
     start_time: float = field(default_factory=time.monotonic)
-    zero_shot: Evaluation | None = None
+    untrained: Assessment | None = None
+    """The model on the test examples as it came."""
     _slopes: list[float] = field(default_factory=list)
 
     def __repr__(self) -> str:
@@ -58,9 +60,11 @@ class Session:
         """Announce the run and, where it is new, evaluate the untrained model on the test set."""
         self._announce()
         self._warn_about_surprises()
-        if self.zero_shot is None and self.trainer.start == 0 and self.setup.splits.test:
-            self.zero_shot = self._test().evaluation
-            self.events("zero-shot", {"step": 0, **self.zero_shot.to_dict()})
+        if self.untrained is None and self.trainer.start == 0 and self.setup.splits.test:
+            _, self.untrained = self._test()
+            assert self.untrained.answers is not None
+            found = {**self.untrained.evaluation.to_dict(), **self.untrained.answers.to_event()}
+            self.events("zero-shot", {"step": 0, **found})
 
     def note_command(self, words: list[str]) -> None:
         """Store the command line, for the report."""
@@ -96,8 +100,8 @@ class Session:
             self.events.warn(0, text)
         if self.trainer.has_reached_limit():
             text = (
-                f"this run has finished: its {start} steps are done. Train on with --resume {self.folder.path} "
-                + self._longer_limit()
+                f"this run has finished: its {start} steps are done. "
+                f"Train on with --resume {shlex.quote(str(self.folder.path))} " + self._longer_limit()
             )
             self.events.warn(start, text)
 
@@ -108,8 +112,10 @@ class Session:
             return f"--budget N, N more than {trainer.spent:,} example-forwards"
         return f"--steps N, N more than {trainer.step}"
 
-    def _test(self) -> DetailedEvaluation:
-        return self.setup.evaluate_in_detail(self.engine, self.setup.splits.test)
+    def _test(self) -> tuple[DetailedEvaluation, Assessment]:
+        test = self.setup.splits.test
+        detail = self.setup.evaluate_in_detail(self.engine, test)
+        return detail, Assessment(detail.evaluation, collect_answers(detail, test, self.setup.task))
 
     # ---- running
 
@@ -159,19 +165,22 @@ class Session:
         trainer = self.trainer
         steps, digest = trainer.step, self.engine.digest()
         best = trainer.best.step if trainer.best else steps
-        tested: Evaluation | None = None
-        if self.setup.splits.test:
+        test, task, method = self.setup.splits.test, self.setup.task, str(self.setup.config.method)
+        trained: Assessment | None = None
+        if test:
             self._go_to(best)
-            detail = self._test()
-            tested = detail.evaluation
-            self.folder.write_mistakes(best, list_mistakes(self.setup.splits.test, detail, self.setup.task))
+            detail, trained = self._test()
+            self.folder.write_mistakes(best, list_mistakes(test, detail, task))
+        before, after = (each.evaluation if each else None for each in (self.untrained, trained))
+        gains = measure_gains(self.untrained, trained, test, task)
         records = read(self.folder.path).records
         zero = sum(all(slope == 0 for slope in record.slopes) for record in records)
         skipped = sum(bool(record.skipped) for record in records)
         if skipped:
             self.events.warn(
                 steps,
-                f"{skipped} of {steps} steps had no finite loss and were skipped: a smaller --lr or --eps may help",
+                f"{skipped} of {steps} steps had no finite loss and were skipped: "
+                f"a smaller {'--lr or ' if method == 'spsa' else ''}--eps may help",
             )
         earlier = [
             e["seconds"]
@@ -181,43 +190,37 @@ class Session:
         run = Run(
             out=str(self.folder.path),
             steps=steps,
-            metric=self.setup.task.metric,
-            value=tested.value if tested else None,
-            accuracy=tested.accuracy if tested else None,
-            interval=tested.interval if tested else None,
-            zero_shot=self.zero_shot.value if self.zero_shot else None,
-            zero_shot_calibrated=self.zero_shot.calibrated if self.zero_shot else None,
+            metric=task.metric,
+            value=after.value if after else None,
+            calibrated=after.calibrated if after else None,
+            accuracy=after.accuracy if after else None,
+            interval=after.interval if after else None,
+            zero_shot=before.value if before else None,
+            zero_shot_calibrated=before.calibrated if before else None,
+            majority=gains.majority,
             best_step=best,
             tested_on="test" if self.setup.splits.has_test else "dev",
-            n_test=len(self.setup.splits.test),
+            n_test=len(test),
+            task=task.name,
+            columns=task.columns,
             zero_slope_share=zero / len(records) if records else 0.0,
             skipped_steps=skipped,
             digest=digest,
             seconds=round((earlier[-1] if earlier else 0.0) + time.monotonic() - self.start_time, 2),
             example_forwards=trainer.spent,
-            moves=sum(not record.update.empty for record in records) if self.setup.config.method == "solve" else None,
+            moves=sum(not record.update.empty for record in records) if method == "solve" else None,
             stopped=trainer.stopped,
             warnings=tuple(self.events.warnings),
             workers=self.engine.run_stats() if isinstance(self.engine, Workers) else None,
-            verdict=self._verdict(tested, best),
+            verdict=str(judge(self.events.health.kinds, method, best, gains)),
             memory_mib=round(memory.peak()),
+            curve=read_curve(self.folder.metrics()),
+            **describe_changes(self.untrained, trained, test, task),
         )
         self.folder.note("engine", {"step": steps, **self.engine.describe()})  # its counters, now that all is done
         self.events("result", {"step": steps, **run.to_dict()})
         self.close()
         return run
-
-    def _verdict(self, tested: Evaluation | None, best: int) -> str:
-        before = self.zero_shot
-        found = verdict(
-            self.events.health.kinds,
-            tested.value if tested else None,
-            tested.interval if tested else None,
-            before.value if before else None,
-            before.calibrated if before else None,
-            best,
-        )
-        return f"{found.word}: {found.reason}"
 
     def _go_to(self, step: int) -> None:
         """Bring the engine to a checkpoint: from its snapshot, else by replaying the journal."""

@@ -175,7 +175,9 @@ class Setup:
         if self.task.kind == "generation":
             return evaluate_texts(engine, prompts, self.readout, self.decode, self.config.max_new_tokens)
         draws = [self.encode(examples, draw) for draw in range(1, self.config.demonstrations)]
-        return evaluate(engine, prompts, self.readout, self.task.metric, draws)
+        # The candidates of a choice have no prior in common: their first and second place mean nothing.
+        calibrate = self.task.kind == "classification"
+        return evaluate(engine, prompts, self.readout, self.task.metric, draws, calibrate)
 
 
 def resolve_setup(config: RunConfig, task: Task | None = None) -> Setup:

@@ -14,6 +14,18 @@ from typing import Any, Protocol
 from mezzo.errors import ConfigError
 
 INSTALL = {"tensorboard": "mezzo[tensorboard]", "wandb": "wandb", "trackio": "trackio"}
+# What is tracked of a step, by its key in the event. Only solve has those from `before` on.
+STEP_FIGURES = {
+    "loss": "loss",
+    "lr": "lr",
+    "spent": "example_forwards",
+    "before": "judged_loss",
+    "gain": "gain",
+    "gain_error": "gain_error",
+    "directions": "directions",
+    "fitted": "examples",
+    "eps": "eps",
+}
 
 
 class Sink(Protocol):
@@ -75,15 +87,17 @@ def event_figures(event: str, values: Mapping[str, Any]) -> tuple[int, dict[str,
     if event == "step":
         slopes = [abs(float(slope)) for slope in values["slopes"]]
         found = {
-            "train/loss": values["loss"],
-            "train/lr": values["lr"],
-            "train/mean_abs_slope": sum(slopes) / len(slopes),
+            **{f"train/{name}": values[key] for key, name in STEP_FIGURES.items() if key in values},
+            **({"train/mean_abs_slope": sum(slopes) / len(slopes)} if slopes else {}),
         }
+        if "directions" in values:  # solve has no learning rate
+            del found["train/lr"]
         return step + 1, found
     if event == "evaluation":
         return step, {f"dev/{values['metric']}": values["value"], "dev/loss": values["loss"]}
     if event == "zero-shot":
-        return step, {"test/zero_shot": values["value"], "test/zero_shot_calibrated": values["calibrated"]}
+        figures = {"test/zero_shot": values["value"], "test/zero_shot_calibrated": values["calibrated"]}
+        return step, {name: figure for name, figure in figures.items() if figure is not None}
     if event == "result" and values.get("value") is not None:
         return step, {f"test/{values['metric']}": values["value"], "run/seconds": values["seconds"]}
     return step, {}

@@ -58,6 +58,8 @@ class MeZOTrainer:
     evaluate: Callable[[], Evaluation] | None = None
     snapshots: Snapshots | None = None
     notify: Callable[[str, dict[str, Any]], None] = lambda kind, values: None
+    stop_reason: Callable[[], str] = lambda: ""
+    """Asked before every step: why to end; empty to go on."""
     start: int = 0
     history: list[tuple[int, Evaluation]] = field(default_factory=list)
     stopped: str = ""
@@ -132,7 +134,7 @@ class MeZOTrainer:
             evaluation = self.evaluate()
             self._evaluated_at = self.spent
             self.history.append((self.step, evaluation))
-            self.notify("evaluation", {"step": self.step, **evaluation.to_dict()})
+            self.notify("evaluation", {"step": self.step, "spent": self.spent, **evaluation.to_dict()})
             if self.best is not None and self.best.step == self.step:
                 self._snapshot()
 
@@ -149,8 +151,8 @@ class MeZOTrainer:
     def _reason_to_stop(self, start: float) -> str:
         if self.has_reached_limit():
             return self.method.finished or "finished"
-        if self._interrupted:
-            return "interrupted"
+        if asked := "interrupted" if self._interrupted else self.stop_reason():
+            return asked
         if time.monotonic() - start > self.limits.seconds:
             return "time limit"
         best = self.best

@@ -1,4 +1,4 @@
-"""Charts as SVG, for use inside the page (with its colours) and as files."""
+"""Charts as SVG, for use inside a page (with its colours) and as files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from mezzo.reports.charts import Chart, Series
+from mezzo.drawing.chart import Chart, Series
 
 WIDTH, HEIGHT = 440, 200
 LEFT, RIGHT, BOTTOM = 52, 10, 36
@@ -45,7 +45,7 @@ def render_svg(chart: Chart) -> str:
     legend = _legend(chart)
     top = 10 + 18 * len(legend)
     xs, ys = _values(chart)
-    x_low, x_high = _span(xs, chart.x_label == "step")
+    x_low, x_high = _span(xs, not chart.bars)
     y_ticks = ticks(*_span(ys, chart.from_zero))
     x_ticks = [tick for tick in ticks(x_low, x_high) if x_low <= tick <= x_high]
     axes = _Axes(x_low, x_high, y_ticks[0], y_ticks[-1], top)
@@ -92,10 +92,10 @@ def _grid(chart: Chart, x_ticks: Sequence[float], y_ticks: Sequence[float], axes
     for tick in y_ticks:
         y = axes.y(tick)
         yield _line(LEFT, WIDTH - RIGHT, y, y, 'stroke="currentColor" opacity="0.13"')
-        yield _text(LEFT - 6, y + 4, _format_y(chart, tick), 'text-anchor="end"')
+        yield _text(LEFT - 6, y + 4, format_y(chart, tick), 'text-anchor="end"')
     for tick in x_ticks:
         x = min(axes.x(tick), WIDTH - RIGHT - 10)
-        yield _text(x, bottom + 16, _format_number(tick), 'text-anchor="middle"')
+        yield _text(x, bottom + 16, format_count(tick), 'text-anchor="middle"')
     middle = (LEFT + WIDTH - RIGHT) / 2
     yield _text(middle, bottom + BOTTOM - 4, chart.x_label, 'text-anchor="middle" opacity="0.7"')
 
@@ -111,13 +111,13 @@ def _bars(chart: Chart, axes: _Axes) -> Iterator[str]:
 
 
 def _straight_lines(chart: Chart, axes: _Axes) -> Iterator[str]:
-    if chart.best_step is not None:
-        x, style = axes.x(chart.best_step), 'stroke="currentColor" opacity="0.35" stroke-dasharray="2 3"'
-        yield _line(x, x, axes.top, axes.top + HEIGHT, style, f"best: step {chart.best_step}")
+    if chart.best is not None:
+        x, style = axes.x(chart.best), 'stroke="currentColor" opacity="0.35" stroke-dasharray="2 3"'
+        yield _line(x, x, axes.top, axes.top + HEIGHT, style, f"best: {_place(chart, chart.best)}")
     for baseline in chart.baselines:
         y = axes.y(baseline.y)
         style = f'stroke="{colour(baseline.colour)}" stroke-width="1.5" stroke-dasharray="6 4"'
-        yield _line(LEFT, WIDTH - RIGHT, y, y, style, f"{baseline.name} {_format_y(chart, baseline.y)}")
+        yield _line(LEFT, WIDTH - RIGHT, y, y, style, f"{baseline.name} {format_y(chart, baseline.y)}")
 
 
 def _curve(chart: Chart, series: Series, axes: _Axes) -> Iterator[str]:
@@ -133,7 +133,7 @@ def _curve(chart: Chart, series: Series, axes: _Axes) -> Iterator[str]:
     for x, y in zip(series.x, series.y, strict=True) if series.markers else ():
         yield (
             f'<circle cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="3.5" fill="{stroke}">'
-            f"<title>{escape(series.name)}, step {_format_number(x)}: {_format_y(chart, y)}</title></circle>"
+            f"<title>{escape(series.name)}, {_place(chart, x)}: {format_y(chart, y)}</title></circle>"
         )
 
 
@@ -166,9 +166,20 @@ def _text(x: float, y: float, text: str, style: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" fill="currentColor" {style}>{escape(text)}</text>'
 
 
-def _format_y(chart: Chart, value: float) -> str:
+def format_y(chart: Chart, value: float) -> str:
     if chart.percent:
         return f"{100 * value:.1f}".rstrip("0").rstrip(".") + "%"
+    return _format_number(value)
+
+
+def _place(chart: Chart, x: float) -> str:
+    return f"{chart.x_label} {format_count(x)}"
+
+
+def format_count(value: float) -> str:
+    """Thousands as k and millions as M: a tick has little room."""
+    if 1e4 <= abs(value) < 1e9:
+        return f"{value / 1e6:.4g}M" if abs(value) >= 1e6 else f"{value / 1e3:.4g}k"
     return _format_number(value)
 
 

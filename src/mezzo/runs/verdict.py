@@ -1,0 +1,108 @@
+"""The verdict on a finished run: what became of it, in a few words and a sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Literal
+
+from mezzo.evaluation.evaluate import Z95
+from mezzo.runs.outcome import Gain, Gains
+
+Tone = Literal["good", "neutral", "bad"]
+# All other verdicts are bad.
+TONES: dict[str, Tone] = {
+    "worked": "good",
+    "unclear": "neutral",
+    "not tested": "neutral",
+    "better than zero-shot, below calibrated": "neutral",
+    "better than zero-shot, below the majority class": "neutral",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The outcome of a run: a few words, whether that is good, and why."""
+
+    word: str
+    tone: Tone
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.word}: {self.reason}"
+
+
+def parse_verdict(text: str) -> Verdict:
+    """The verdict that a run recorded."""
+    word, _, reason = text.partition(": ")
+    return _verdict(word, reason)
+
+
+def _verdict(word: str, reason: str) -> Verdict:
+    return Verdict(word, TONES.get(word, "bad"), reason)
+
+
+def judge(findings: Set[str], method: str, best_step: int, gains: Gains) -> Verdict:
+    """The verdict: trouble first (`findings` are the kinds of `health`), then whether anything moved, then the figures."""
+    plain, tested = gains.plain, _describe(gains)
+    better = plain is not None and plain.better
+    at = f"the checkpoint of step {best_step} that was tested: {tested}"
+    if "diverging" in findings:
+        remedy = "a smaller --lr is needed" if method == "spsa" else "a smaller --eps may help"
+        return _verdict("diverged", f"the loss grew instead of falling: {remedy}; {at}")
+    if "no signal" in findings and not better:
+        return _verdict("no signal", f"steps without any slope moved nothing: a larger --eps is needed; {tested}")
+    if "overfitting" in findings and not better:
+        return _verdict("overfits", f"the training loss fell and dev became worse; {at}")
+    if plain is None:
+        return _verdict("not tested", tested)
+    if best_step == 0 or plain.after == plain.before:
+        return _verdict("did not move", _explain_stillness(method, best_step, gains.n, plain))
+    if plain.worse:
+        return _verdict("got worse", tested)
+    if not better:
+        return _verdict("unclear", f"{tested}; {_say_what_would_tell(gains.n, plain)}")
+    late = f"; it overfits after step {best_step}, which is what was tested" if "overfitting" in findings else ""
+    return _judge_gain(gains, plain, tested + late)
+
+
+def _judge_gain(gains: Gains, plain: Gain, tested: str) -> Verdict:
+    """Better than the untrained model: is it more than the prompt's prior, or than a constant answer?"""
+    calibrated = gains.calibrated
+    if calibrated is not None and plain.after < calibrated.before:
+        bias = f"without training, removing the prompt's bias alone gives {calibrated.before:.1%}"
+        return _verdict("better than zero-shot, below calibrated", f"{tested}; {bias}")
+    if gains.majority is not None and plain.after <= gains.majority:
+        return _verdict("better than zero-shot, below the majority class", tested)
+    if calibrated is not None and not calibrated.better:
+        doubt = "the gain may be the prompt's bias alone"
+        return _verdict("unclear", f"{tested}; {doubt}; {_say_what_would_tell(gains.n, calibrated)}")
+    return _verdict("worked", tested)
+
+
+def _describe(gains: Gains) -> str:
+    if gains.plain is None:
+        return "the untrained model was not tested" if gains.n else "there was nothing to test it on"
+    parts = [f"{gains.plain} (n={gains.n:,})"]
+    if gains.calibrated is not None:
+        parts.append(f"calibrated {gains.calibrated}")
+    if gains.majority is not None and gains.plain.after <= gains.majority:
+        parts.append(f"always answering the most frequent label gives {gains.majority:.1%}")
+    return "; ".join(parts)
+
+
+def _explain_stillness(method: str, best_step: int, n: int, plain: Gain) -> str:
+    if best_step == 0:
+        why = f"no step was better on dev than the model as it came ({plain.after:.1%}, n={n:,})"
+    else:
+        why = f"{plain.after:.1%} before and after training (n={n:,})"
+    help = "A larger --lr, more steps" if method == "spsa" else "More training examples, a larger --budget"
+    return f"{why}. {help} or another --template or --words may help"
+
+
+def _say_what_would_tell(n: int, gain: Gain) -> str:
+    """How far apart two figures must be on so few examples."""
+    half = 100 * Z95 * math.sqrt(gain.after * (1 - gain.after) / n) if n and 0 < gain.after < 1 else 0.0
+    few = f"{n:,} test examples leave about ±{half:.0f} points to chance, " if half >= 1 else ""
+    return f"{few}more of them or other seeds would tell"
