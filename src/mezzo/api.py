@@ -25,6 +25,7 @@ from mezzo.runs.reopen import best_step, open_base_engine, open_journal, open_ru
 from mezzo.runs.result import Run
 from mezzo.runs.session import Session
 from mezzo.runs.setup import Setup, resolve_setup
+from mezzo.runs.suggestion import suggest_task, task_options
 from mezzo.tasks import Task, bundled_data, get_task, load_examples
 from mezzo.types import StepRecord
 
@@ -75,12 +76,12 @@ def open_session(
     rows = {name: given.pop(name) for name in ("train", "dev", "test") if not _is_path(given.get(name))}
     named = {*given, *(("objective",) if function else ())}
     values = {**(from_file(Path(config), named) if config else {}), **given}
-    stated = get_task(task) if isinstance(task, (Mapping, Task)) else None
-    if stated:
-        values |= {"task": datasets.save_task(stated, resolve(values))}
+    if isinstance(task, (Mapping, Task)):
+        values |= {"task": datasets.write_task(get_task(task))}
+    values = with_task(values, rows.get("train"), observe)
     if rows:
-        values |= datasets.save_rows(rows, resolve(values), stated)
-    return new_run(resolve(values), observe, function, stated)
+        values |= datasets.save_rows(rows, resolve(values))
+    return new_run(resolve(values), observe, function)
 
 
 def _is_path(value: Any) -> bool:
@@ -101,9 +102,19 @@ def resolve(values: Mapping[str, Any]) -> RunConfig:
     return from_mapping({key: value for key, value in values.items() if value is not None})
 
 
+def with_task(values: Mapping[str, Any], rows: Any = None, observe: Observer = _silent) -> dict[str, Any]:
+    """The options with a task: a proposed one for the user's own training data (`rows`, or a file) that comes without."""
+    source = rows if rows is not None else values.get("train")
+    if values.get("task") or source is None:
+        return dict(values)
+    proposal = suggest_task(resolve(values), source)
+    observe("proposal", {"text": str(proposal), **proposal.to_dict()})
+    return {**values, **task_options(proposal)}
+
+
 def prepared_config(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The resolved configuration by group, as `mezzo train` would run it."""
-    config = resolve_setup(resolve(values)).config.to_dict()
+    config = resolve_setup(resolve(with_task(values))).config.to_dict()
     grouped: dict[str, dict[str, Any]] = {}
     for name, option in OPTIONS.items():
         grouped.setdefault(option.group, {})[name] = config[name]

@@ -30,7 +30,7 @@ from mezzo.runs.session import Session
 from mezzo.runs.setup import Setup, resolve_setup
 from mezzo.runs.trackers import Trackers, check_installed
 from mezzo.runs.trainer import Limits, MeZOTrainer
-from mezzo.tasks import Task, get_task
+from mezzo.tasks import get_task
 from mezzo.types import Batch
 
 # What may change when a run goes on: its limits and its machine.
@@ -39,13 +39,11 @@ RESUMABLE = option_names(resumable=True)
 Function = ObjectiveFunction | Reward
 
 
-def new_run(
-    config: RunConfig, observe: Observer, function: Function | None = None, task: Task | None = None
-) -> Session:
+def new_run(config: RunConfig, observe: Observer, function: Function | None = None) -> Session:
     """Check everything, then create the run folder."""
     config = config.replace(objective=_describe(function)) if function else config
     check_installed(config.track)
-    setup = resolve_setup(config, task)
+    setup = resolve_setup(config)
     if _was_restarted(setup.config):
         changes = {name: value for name in RESUMABLE if (value := getattr(config, name)) is not None}
         return resume_run(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from mezzo.config import OPTIONS, RunConfig
 from mezzo.engines.hf_hub import family_of, load_config
-from mezzo.errors import ConfigError, DataError
+from mezzo.errors import ConfigError, DataError, TaskError
 from mezzo.journal.atomic_files import write_atomically
 from mezzo.method import noise
 from mezzo.tasks import MLMConfig, Task, bundled_data, get_task, k_shot, load_examples
@@ -35,7 +34,21 @@ class Splits:
 def find_task(config: RunConfig, family: Family) -> Task:
     """The configured task, with the run's template and label words where they are given."""
     mapping = OPTIONS["words"].split_pairs(config.words)
-    return MLMConfig(config.template, cast(Any, mapping) or None).apply(get_task(config.task or "reviews", family))
+    return MLMConfig(config.template, cast(Any, mapping) or None).apply(_read_task(config.task or "reviews", family))
+
+
+def write_task(task: Task) -> str:
+    """A task as the value of the option `task`: the run's config.json then holds all of it."""
+    return json.dumps(task.as_dict(), ensure_ascii=False)
+
+
+def _read_task(spec: str, family: Family) -> Task:
+    if not spec.startswith("{"):
+        return get_task(spec, family)
+    try:
+        return get_task(json.loads(spec), family)
+    except (ValueError, RecursionError) as error:
+        raise TaskError(f"--task begins with '{{', but is not valid JSON: {error}") from None
 
 
 def load_splits(config: RunConfig, task: Task) -> Splits:
@@ -83,9 +96,9 @@ def take_some(examples: list[Example], limit: int | None) -> list[Example]:
     return [examples[place] for place in sorted(noise.order(0, "limit", len(examples))[:limit].tolist())]
 
 
-def save_rows(rows: dict[str, Any], config: RunConfig, task: Task | None) -> dict[str, str]:
+def save_rows(rows: dict[str, Any], config: RunConfig) -> dict[str, str]:
     """Examples given in Python as files beside the run, named by their content: a run can be resumed only from files."""
-    task = task or find_task(config, family_of(load_config(config.model, config.remote_code)))
+    task = find_task(config, family_of(load_config(config.model, config.remote_code)))
     folder = _data_folder(config)
     named, paths = column_names(config), {}
     for name, source in rows.items():
@@ -96,14 +109,6 @@ def save_rows(rows: dict[str, Any], config: RunConfig, task: Task | None) -> dic
         write_atomically(path, data)
         paths[name] = str(path)
     return paths
-
-
-def save_task(task: Task, config: RunConfig) -> str:
-    """A task given in Python as a file beside the run, so that the run's config.json names it."""
-    data = (json.dumps(task.as_dict(), indent=2, ensure_ascii=False) + "\n").encode()
-    path = _data_folder(config) / f"task-{hashlib.sha256(data).hexdigest()[:12]}.json"
-    write_atomically(path, data)
-    return os.path.abspath(path)
 
 
 def _data_folder(config: RunConfig) -> Path:

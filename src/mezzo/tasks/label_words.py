@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from mezzo.errors import TaskError
 from mezzo.tasks.task import Task
@@ -23,10 +25,60 @@ _SYNONYMS = (
     ("incorrect", "wrong", "unacceptable", "invalid", "ungrammatical"),
 )
 
+# Published words of labels that say little themselves, or are rarely one token.
+_PUBLISHED: tuple[Mapping[str, str], ...] = (
+    {"1": "terrible", "2": "bad", "3": "okay", "4": "good", "5": "great"},
+    {"negative": "terrible", "neutral": "okay", "positive": "great"},
+    {"neg": "terrible", "pos": "great"},
+    {"contradiction": "No", "entailment": "Yes", "neutral": "Maybe"},
+    {"entailment": "Yes", "not_entailment": "No"},
+    {"duplicate": "Yes", "not_duplicate": "No"},
+)
+
 
 def word_ids(tokenizer: TokenizerWrapper, word: str, space: bool) -> Ids:
     """The tokens of a word in running text: after a space, or directly after other text."""
     return tokenizer.encode(" " + word if space else word, continues=True)
+
+
+def is_single_token(tokenizer: TokenizerWrapper, word: str, space: bool) -> bool:
+    ids = word_ids(tokenizer, word, space)
+    return len(ids) == 1 and ids[0] != tokenizer.unk_id
+
+
+def propose_words(tokenizer: TokenizerWrapper, labels: Sequence[str], space: bool) -> dict[str, str] | None:
+    """Label → word, each one token: the label itself, its last or its first word; else published words of such labels.
+
+    None where a label has no such word. A word that several labels share stands for none of them.
+    """
+    published = next((dict(words) for words in _PUBLISHED if {*map(str.lower, labels)} <= set(words)), None)
+    chosen = _own_words(tokenizer, labels, space)
+    if published and (chosen is None or all(label.isdecimal() for label in labels)):
+        words = {label: published[label.lower()] for label in labels}
+        return words if all(is_single_token(tokenizer, word, space) for word in words.values()) else chosen
+    return chosen
+
+
+def _own_words(tokenizer: TokenizerWrapper, labels: Sequence[str], space: bool) -> dict[str, str] | None:
+    forms = {label: _label_forms(label) for label in labels}
+    shared = Counter(form for each in forms.values() for form in each)
+    chosen: dict[str, str] = {}
+    for label, (whole, *parts) in forms.items():
+        usable = [whole, *(part for part in parts if shared[part] == 1)]
+        cased = (word for form in usable for word in (form, form.capitalize(), form.upper()))
+        word = next((word for word in cased if is_single_token(tokenizer, word, space)), None)
+        if word is None:
+            return None
+        chosen[label] = word
+    ids = {word_ids(tokenizer, word, space) for word in chosen.values()}
+    return chosen if len(ids) == len(chosen) else None
+
+
+def _label_forms(label: str) -> list[str]:
+    """`Billing_Issue` → billing issue, issue, billing."""
+    spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", label)
+    words = re.sub(r"[\s_/-]+", " ", spaced).strip().lower().split(" ")
+    return list(dict.fromkeys((" ".join(words), words[-1], words[0])))
 
 
 def label_word_ids(tokenizer: TokenizerWrapper, task: Task) -> Ids:

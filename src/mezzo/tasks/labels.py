@@ -25,9 +25,9 @@ class LabelReader:
 
     def __init__(self, task: Task, id_order: IdOrder = None) -> None:
         self.task = task
-        self._index = {_normalize(label): i for i, label in enumerate(task.labels)}
+        self._index = {normalize_label(label): i for i, label in enumerate(task.labels)}
         aliases = {alias: label for alias, label in task.label_aliases.items() if label in task.labels}
-        self._index |= {_normalize(alias): task.labels.index(label) for alias, label in aliases.items()}
+        self._index |= {normalize_label(alias): task.labels.index(label) for alias, label in aliases.items()}
         self._stated = id_order is not None
         self._index_of_id: dict[int, int] | None = None
         if id_order is not None:
@@ -44,19 +44,19 @@ class LabelReader:
 
     def use_data_names(self, names: Sequence[str]) -> None:
         """Use the label names that the data carries for its ids."""
-        if names and not self._stated and all(_normalize(name) in self._index for name in names):
+        if names and not self._stated and all(normalize_label(name) in self._index for name in names):
             self._set_id_order(names)
 
     def could_be_label(self, value: Any) -> bool:
         """Could this be a label? Used to recognise files without a header."""
-        if _normalize(str(value)) in self._index:
+        if normalize_label(str(value)) in self._index:
             return True
         number = _parse_id(value)
         return number is not None and 0 <= number < max(len(self.task.labels), 2)
 
     def read(self, value: Any, where: str) -> int:
         """The index of a label."""
-        name = _normalize(str(value))
+        name = normalize_label(str(value))
         if name in self._index:
             return self._index[name]
         if (number := _parse_id(value)) is None:
@@ -85,7 +85,7 @@ class LabelReader:
         self._index_of_id = {int(i): self._label_index(label) for i, label in items}
 
     def _label_index(self, label: str) -> int:
-        if (index := self._index.get(_normalize(str(label)))) is None:
+        if (index := self._index.get(normalize_label(str(label)))) is None:
             labels, hint = ", ".join(self.task.labels), nearest(str(label), self.task.labels)
             raise DataError(f"id_order names {label!r}, but the labels are {labels}{hint}")
         return index
@@ -117,7 +117,7 @@ def choice_label(value: Any, candidates: Sequence[str], where: str) -> int:
     raise DataError(f"{where}: none of the answers {_short_repr(answers)} is among the {len(candidates)} candidates")
 
 
-def _normalize(name: str) -> str:
+def normalize_label(name: str) -> str:
     """Case, spaces, hyphens and underscores do not matter in a label's name."""
     return re.sub(r"[\s_-]+", "_", name.strip().lower())
 

@@ -58,12 +58,7 @@ def load_examples(
     options = _LoadOptions(task, LabelReader(task, id_order), labelled, columns or {})
     if isinstance(source, list | tuple) and source and isinstance(source[0], Example):
         return list(source)
-    if isinstance(source, str) and source.startswith("hub:"):
-        source = _load_from_hub(source.removeprefix("hub:"), split)
-    if isinstance(source, str | Path):
-        table = _table_from_path(Path(source), options, split, encoding)
-    else:
-        table = _table_from_object(source, split)
+    table = _name_table(read_table(source, split, encoding), options)
     examples = list(_examples(table, options))
     if not examples:
         raise DataError(f"{table.source}: no rows{' with a label' if table.rows else ''}; give data that has some")
@@ -79,17 +74,26 @@ def bundled_data(task_name: str, split: str) -> Path | None:
 # --- from a source to a table
 
 
-def _table_from_path(path: Path, options: _LoadOptions, split: str | None, encoding: str) -> Table:
-    if path.is_dir():
-        path = _split_file(path, split)
+def read_table(source: Any, split: str | None = None, encoding: str = "utf-8") -> Table | RawTable:
+    """The rows of a source, before it is known which column is which."""
+    if isinstance(source, str) and source.startswith("hub:"):
+        source = _load_from_hub(source.removeprefix("hub:"), split)
+    if not isinstance(source, str | Path):
+        return _table_from_object(source, split)
+    path = _split_file(Path(source), split) if Path(source).is_dir() else Path(source)
     if not path.exists():
         neighbours = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         raise DataError(f"no file {str(path)!r}{nearest(path.name, neighbours) or '; check the path'}")
-    table, has_header = read_file(path, encoding), True
+    return read_file(path, encoding)
+
+
+def _name_table(table: Table | RawTable, options: _LoadOptions) -> Table:
+    in_k_shot_folder = _K_SHOT.fullmatch(Path(table.source).parent.name)
+    has_header = True
     if isinstance(table, RawTable):
         needs_label = options.labelled not in (False, "ignore")
         table, has_header = name_columns(options.task, table, options.labels, needs_label, options.columns)
-    if not has_header or _K_SHOT.fullmatch(path.parent.name):
+    if not has_header or in_k_shot_folder:
         options.labels.use_layout_order("lm-bff")  # only its files have no header or lie in K-SEED folders
     return table
 

@@ -1,0 +1,165 @@
+"""A stranger's file trains with no further option, and everything that follows works on such a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mezzo
+from mezzo.cli import main
+from mezzo.errors import DataError
+from mezzo.runs.suggestion import mutual_information
+from tests.tickets import make_tickets, write_csv
+
+QUICK = ("--steps", "2", "--batch-size", "4", "--threads", "1", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def tickets(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_csv(tmp_path_factory.mktemp("data") / "tickets.csv", make_tickets())
+
+
+@pytest.fixture(scope="module")
+def trained(tickets: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the bundled model on the tickets, never changed."""
+    out = tmp_path_factory.mktemp("runs") / "run"
+    assert main(["train", "--train", tickets, *QUICK, "--out", str(out)]) == 0
+    return out
+
+
+def call(*words: str) -> int:
+    try:
+        return main(list(words))
+    except SystemExit as left:  # argparse leaves by itself
+        return int(left.code or 0)
+
+
+def refused(capsys: Any, *words: str) -> str:
+    """The one line that refuses a command."""
+    assert call(*words) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
+# ---- a proposed task
+
+
+def test_proposal_is_shown_before_it_is_used(tickets, tmp_path, capsys):
+    assert call("train", "--train", tickets, *QUICK, "--out", str(tmp_path / "run")) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:3] == [
+        "proposed task 'tickets':",
+        "  text      message",
+        "  label     category: account_access → access, billing_issue → issue, Technical problem → problem",
+    ]
+    assert lines[3].startswith("  template  ")
+    assert "[MASK]" in lines[3] and "{message}" in lines[3]
+    assert any(line.startswith("training ") for line in lines[4:])
+
+
+def test_proposed_task_is_recorded(trained, tickets):
+    config = json.loads((trained / "config.json").read_text())
+    task = json.loads(config["task"])
+    assert (task["name"], task["columns"], task["label_column"]) == ("tickets", ["message"], "category")
+    header = json.loads((trained / "journal.jsonl").read_text().splitlines()[0])
+    assert header["task"] == task
+    assert header["config"]["task"] == config["task"]
+
+
+def test_proposed_run_can_be_used(trained, tickets, tmp_path, capsys):
+    row = {"message": "My password is refused.", "category": "account_access"}
+    data = write_csv(tmp_path / "new.csv", [row])
+    assert call("predict", str(trained), "--data", data) == 0
+    predicted = json.loads(capsys.readouterr().out)
+    assert predicted["message"] == row["message"]
+    assert predicted["label"] in ("account_access", "billing_issue", "Technical problem")
+    assert [each["label"] for each in mezzo.predict([row["message"]], trained)] == [predicted["label"]]
+    assert call("eval", str(trained), "--data", tickets, "--eval-limit", "20") == 0
+    assert call("verify", str(trained)) == 0
+    assert call("report", str(trained), "--out", str(tmp_path / "report.html")) == 0
+    assert "billing_issue → issue" in (tmp_path / "report.html").read_text()
+    template = ("--template", "{message} It was [MASK].")
+    assert call("eval", str(trained), "--data", tickets, "--eval-limit", "20", *template) == 0
+
+
+def test_proposed_run_is_resumed_and_repeated(trained, tickets, tmp_path, capsys):
+    first, again = tmp_path / "first", tmp_path / "again"
+    assert call("train", "--train", tickets, *QUICK, "--out", str(first)) == 0
+    assert call("train", "--resume", str(first), "--steps", "3") == 0
+    assert call("train", "--config", str(trained / "config.json"), "--out", str(again)) == 0
+    capsys.readouterr()
+    assert mezzo.verify(again).digest == mezzo.verify(trained).digest, "the same task was proposed"
+
+
+def test_compact_journal_of_a_proposed_run_predicts(trained, tmp_path):
+    compact = mezzo.export(trained, "journal", out=tmp_path / "run.mezzo")
+    texts = ["The app closes when I open my photos."]
+    assert list(mezzo.predict(texts, compact)) == list(mezzo.predict(texts, trained))
+
+
+def test_rows_in_python_need_no_task(tmp_path):
+    options = {"steps": 1, "batch_size": 4, "threads": 1, "device": "cpu", "out": tmp_path / "run"}
+    seen: list[str] = []
+    run = mezzo.finetune(train=make_tickets(40), observe=lambda event, _: seen.append(event), **options)
+    assert seen[0] == "proposal"
+    assert next(iter(mezzo.predict(["Hello?"], run.out)))["message"] == "Hello?"
+
+
+def test_labels_without_words_train_a_head(tiny_folder, tickets, tmp_path, capsys):
+    out = str(tmp_path / "run")
+    assert call("train", "--model", tiny_folder, "--train", tickets, *QUICK, "--space", "head", "--out", out) == 0
+    assert "a fresh classification head is trained instead" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["readout"] == "head"
+    assert call("predict", out, "--data", tickets) == 0
+    assert call("verify", out) == 0
+
+
+def test_causal_model_gets_a_causal_template(tickets, tmp_path, capsys):
+    out = str(tmp_path / "run")
+    assert call("train", "--model", "mezzo/llama-mini", "--train", tickets, *QUICK, "--out", out) == 0
+    assert "[MASK]" not in capsys.readouterr().err
+    assert call("verify", out) == 0
+
+
+def test_file_named_like_a_task_is_not_that_task(tmp_path, capsys):
+    data = write_csv(tmp_path / "reviews.csv", make_tickets(40))
+    assert call("train", "--train", data, *QUICK, "--out", str(tmp_path / "run")) == 0
+    capsys.readouterr()
+    assert "task 'own-reviews' has no bundled data: pass --data FILE" in refused(capsys, "eval", str(tmp_path / "run"))
+
+
+def test_refused_proposal_leaves_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [{**row, "category": "billing"} for row in make_tickets(40)]
+    write_csv(Path("one.csv"), rows)
+    assert "holds only 'billing'; training needs at least two labels" in refused(capsys, "train", "--train", "one.csv")
+    assert [path.name for path in tmp_path.iterdir()] == ["one.csv"]
+
+
+def test_task_in_json_that_is_broken_is_refused(capsys):
+    assert "not valid JSON" in refused(capsys, "train", "--task", "{broken")
+
+
+def test_mutual_information_wants_confident_and_balanced_answers():
+    import numpy as np
+
+    sure, unsure = np.eye(3) * 20.0, np.zeros((3, 3))
+    one_sided = np.tile([20.0, 0.0, 0.0], (3, 1))
+    assert mutual_information(sure) == pytest.approx(np.log2(3), abs=1e-6)
+    assert mutual_information(unsure) == pytest.approx(0)
+    assert mutual_information(one_sided) == pytest.approx(0)
+
+
+def test_print_config_shows_the_proposed_task(tickets, capsys):
+    assert call("train", "--train", tickets, "--print-config") == 0
+    assert '"name\\": \\"tickets\\"' in capsys.readouterr().out
+
+
+def test_missing_file_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert refused(capsys, "train", "--train", "nowhere.csv") == "mezzo: no file 'nowhere.csv'; check the path"
+    with pytest.raises(DataError, match="is not data"):
+        mezzo.finetune(train=3)
