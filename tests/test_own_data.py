@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import mezzo
 from mezzo.cli import main
 from mezzo.errors import DataError
 from mezzo.runs.suggestion import mutual_information
+from mezzo.tasks import Task, get_task
+from mezzo.tasks.task_file import to_toml
 from tests.tickets import make_tickets, write_csv
 
 QUICK = ("--steps", "2", "--batch-size", "4", "--threads", "1", "--device", "cpu")
@@ -163,3 +168,68 @@ def test_missing_file_is_one_line(tmp_path, monkeypatch, capsys):
     assert refused(capsys, "train", "--train", "nowhere.csv") == "mezzo: no file 'nowhere.csv'; check the path"
     with pytest.raises(DataError, match="is not data"):
         mezzo.finetune(train=3)
+
+
+# ---- mezzo tasks suggest, mezzo tasks new
+
+
+def test_suggest_prints_the_proposal_with_its_ranking(tickets, capsys):
+    assert call("tasks", "suggest", tickets, "--model", "mezzo/llama-mini", "--threads", "1", "--json") == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    bits = [each["bits"] for each in found["ranking"]]
+    assert bits == sorted(bits, reverse=True)
+    assert len(bits) == len({each["template"] for each in found["ranking"]}) == 5
+    assert found["task"]["template"] == found["ranking"][0]["template"]
+    assert found["rows"] == {"account_access": 40, "billing_issue": 240, "Technical problem": 120}
+    assert [line.split(" bits  ")[1] for line in err.splitlines() if " bits  " in line] == [
+        each["template"].replace("\n", "\\n") for each in found["ranking"]
+    ]
+
+
+def test_new_writes_a_task_file_that_trains(tickets, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert call("tasks", "new", tickets, "--threads", "1") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"wrote tickets.toml; edit it, then: mezzo train --task tickets.toml --train {tickets}"
+    )
+    task = get_task("tickets.toml")
+    assert task == mezzo.api.suggest_task(tickets, threads=1).task
+    assert call("train", "--task", "tickets.toml", "--train", tickets, *QUICK, "--out", "run") == 0
+    capsys.readouterr()
+    assert "tickets.toml exists already" in refused(capsys, "tasks", "new", tickets)
+    assert "ends in .toml" in refused(capsys, "tasks", "new", tickets, "--out", "task.json")
+    assert "name the data file to new" in refused(capsys, "tasks", "new")
+
+
+TEXTS = st.text(max_size=8)
+
+
+@given(labels=st.lists(TEXTS.filter(str.strip), min_size=2, max_size=4, unique=True), column=TEXTS, alias=TEXTS)
+def test_task_file_is_read_back_whatever_its_texts(labels, column, alias):
+    columns, aliases = (column, column + "2"), {column: (alias, "b")}
+    task = Task("x", "{0} [MASK] {1}", columns, tuple(labels), tuple(labels), column_aliases=aliases, metric="f1")
+    assert get_task(tomllib.loads(to_toml(task, ["a comment"], ["[MASK]"]))) == task
+
+
+# ---- a task from --template and --words
+
+
+def test_template_and_words_are_a_task(tickets, tmp_path, capsys):
+    words = "billing_issue=money,Technical problem=computer,account_access=key"
+    own = ("--template", "{message} It is about [MASK].", "--words", words)
+    out = tmp_path / "run"
+    assert call("train", "--train", tickets, *own, *QUICK, "--out", str(out)) == 0
+    task = json.loads((out / "journal.jsonl").read_text().splitlines()[0])["task"]
+    assert task["template"] == "{message} It is about [MASK]."
+    assert task["labels"] == ["billing_issue", "Technical problem", "account_access"]
+    assert task["words"] == ["money", "computer", "key"]
+    assert call("train", "--resume", str(out), "--steps", "3") == 0
+    assert call("eval", str(out), "--data", tickets, "--eval-limit", "20") == 0
+    compact = mezzo.export(out, "journal", out=tmp_path / "run.mezzo")
+    assert (
+        call("eval", str(compact), "--data", tickets, "--eval-limit", "20", "--template", "{message} So [MASK].") == 0
+    )
+    capsys.readouterr()
+    message = refused(capsys, "train", "--train", tickets, "--words", "billing_issue=money,account_access=key", *QUICK)
+    assert "no word for the label 'Technical problem' (120 rows); --words needs one for every label" in message

@@ -25,8 +25,9 @@ from mezzo.runs.reopen import best_step, open_base_engine, open_journal, open_ru
 from mezzo.runs.result import Run
 from mezzo.runs.session import Session
 from mezzo.runs.setup import Setup, resolve_setup
-from mezzo.runs.suggestion import suggest_task, task_options
+from mezzo.runs.suggestion import propose_task, task_options
 from mezzo.tasks import Task, bundled_data, get_task, load_examples
+from mezzo.tasks.proposal import Proposal
 from mezzo.types import StepRecord
 
 
@@ -107,9 +108,14 @@ def with_task(values: Mapping[str, Any], rows: Any = None, observe: Observer = _
     source = rows if rows is not None else values.get("train")
     if values.get("task") or source is None:
         return dict(values)
-    proposal = suggest_task(resolve(values), source)
+    proposal = propose_task(resolve(values), source)
     observe("proposal", {"text": str(proposal), **proposal.to_dict()})
     return {**values, **task_options(proposal)}
+
+
+def suggest_task(data: str | Path | Sequence[Mapping[str, Any]], model: str | None = None, **options: Any) -> Proposal:
+    """The task that a run on `data` would use if none is named, with its templates ranked by the untrained model."""
+    return propose_task(resolve({**options, "model": model}), data)
 
 
 def prepared_config(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class MezzoError(Exception):
@@ -53,3 +53,9 @@ def nearest(word: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
     """`; did you mean 'x'?` when a choice is close to `word`, else an empty string."""
     found = difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)
     return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def list_some(items: Sequence[str], limit: int = 10) -> str:
+    """The first items, comma-separated, and how many more there are."""
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import sys
 import threading
 from argparse import Namespace
@@ -16,11 +17,13 @@ from mezzo.cli.parser import given_options
 from mezzo.cli.progress import show_progress, show_summary
 from mezzo.config import OPTIONS, from_file
 from mezzo.errors import ConfigError, DataError
-from mezzo.journal.atomic_files import json_safe
+from mezzo.journal.atomic_files import json_safe, write_atomically
 from mezzo.parallel.transports import torchrun
 from mezzo.runs.folder import Folder
 from mezzo.signal import measure
 from mezzo.tasks import get_task, list_tasks
+from mezzo.tasks.proposal import one_line
+from mezzo.tasks.task_file import to_toml
 
 
 def train(options: Namespace) -> Any:
@@ -136,18 +139,52 @@ def _watch(options: Namespace) -> Any:
 
 
 def tasks(options: Namespace) -> Any:
-    if options.action == "show":
-        if not options.name:
-            raise ConfigError("name the task to show: mezzo tasks show NAME ('mezzo tasks' lists them)")
-        task = get_task(options.name, options.family).describe()
-        _show(options, "\n".join(f"{key:<11} {_one_line(value)}" for key, value in task.items()))
-        return task
+    wanted = {"show": "task", "suggest": "data file", "new": "data file"}.get(options.action)
+    if wanted and not options.name:
+        raise ConfigError(
+            f"name the {wanted} to {options.action}: mezzo tasks {options.action} NAME ('mezzo tasks' lists the tasks)"
+        )
+    return {"list": _list_tasks, "show": _show_task, "suggest": _suggest_task, "new": _new_task}[options.action](
+        options
+    )
+
+
+def _list_tasks(options: Namespace) -> Any:
     every = [task.describe() for task in list_tasks()]
     lines = [
         f"{t['name']:<9} {t['family']:<7} {t['metric']:<9} {', '.join(t['words'].values()) or t['kind']}" for t in every
     ]
     _show(options, "\n".join(lines))
     return every
+
+
+def _show_task(options: Namespace) -> Any:
+    task = get_task(options.name, options.family).describe()
+    _show(options, "\n".join(f"{key:<11} {_one_line(value)}" for key, value in task.items()))
+    return task
+
+
+def _suggest_task(options: Namespace) -> Any:
+    proposal = api.suggest_task(options.name, **given_options(options))
+    lines = [f"  {bits:>5.3f} bits  {one_line(template)}" for template, bits in proposal.ranking]
+    head = ["templates, by what a text tells about the untrained model's answer:"] if lines else []
+    _show(options, "\n".join([str(proposal), *head, *lines]))
+    return proposal.to_dict()
+
+
+def _new_task(options: Namespace) -> Any:
+    out = Path(options.out or f"{Path(options.name).stem}.toml")
+    if out.suffix != ".toml":
+        raise ConfigError(f"a task file ends in .toml; {out} does not")
+    if out.exists():
+        raise ConfigError(f"{out} exists already; choose another --out, or delete it")
+    proposal = api.suggest_task(options.name, **given_options(options))
+    use = f"mezzo train --task {shlex.quote(str(out))} --train {shlex.quote(options.name)}"
+    use += " --readout head" if proposal.head else ""
+    others = [template for template, _ in proposal.ranking[1:]]
+    write_atomically(out, to_toml(proposal.task, [f"Train with: {use}"], others).encode())
+    _show(options, f"{proposal}\nwrote {out}; edit it, then: {use}")
+    return {"out": str(out), **proposal.to_dict()}
 
 
 def signal(options: Namespace) -> Any:

@@ -140,11 +140,15 @@ COMMANDS = {
         ),
     ),
     "tasks": Command(
-        help="list the tasks, or show one with a rendered example",
+        help="list the tasks, show one with a rendered example, or propose one for your own data",
         arguments=(
-            Argument("action", "list or show", nargs="?", choices=("list", "show"), default="list"),
-            Argument("name", "task name or TOML file", nargs="?", metavar="NAME"),
+            Argument(
+                "action", "list; show NAME; suggest DATA: propose a task and rank its templates; new DATA: write it to a file",
+                nargs="?", choices=("list", "show", "suggest", "new"), default="list",
+            ),
+            Argument("name", "task name or TOML file; with suggest and new, a data file", nargs="?", metavar="NAME"),
             Argument("--family", "which of two tasks of that name", choices=("masked", "causal")),
+            Argument("--out", "file that new writes [DATA.toml]", metavar="FILE"),
         ),
     ),
 }

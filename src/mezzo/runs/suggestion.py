@@ -23,7 +23,7 @@ from mezzo.types import Example
 COMPARED_TEXTS = 64
 
 
-def suggest_task(config: RunConfig, source: Any) -> Proposal:
+def propose_task(config: RunConfig, source: Any) -> Proposal:
     """A task for the training data `source`, with what the configuration states: columns, template, words, readout."""
     table = read_table(source, "train", config.encoding)
     family = family_of(load_config(config.model, config.remote_code))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mezzo.errors import DataError
+from mezzo.errors import DataError, list_some
 from mezzo.tasks.column_roles import Roles, find_roles, is_usual
 from mezzo.tasks.columns import flatten_row
 from mezzo.tasks.label_words import propose_words
@@ -51,7 +50,7 @@ TEMPLATES: dict[tuple[Family, int], tuple[str, ...]] = {
     ),
 }
 MAX_LENGTH: dict[Family, int] = {"masked": 128, "causal": 2048}
-# Labels that a block or a template lists.
+# Labels that a template lists at most.
 MOST_LISTED = 10
 _SLOT = re.compile(r"\{([^{}:]+)(?::[^{}]*)?\}|\*\+?sent[lu]?-?_(\d+)\*")
 
@@ -91,11 +90,10 @@ class Proposal:
         """The block that is shown before the task is used."""
         task = self.task
         labels = [label if self.head else f"{label} → {word}" for label, word in task.word_of.items()]
-        more = f" and {len(labels) - MOST_LISTED} more" if len(labels) > MOST_LISTED else ""
         lines = [
             f"proposed task {task.name!r}:",
             f"  text      {', '.join(self.sources[column] for column in task.columns)}",
-            f"  label     {self.sources[task.label_column]}: {', '.join(labels[:MOST_LISTED])}{more}",
+            f"  label     {self.sources[task.label_column]}: {list_some(labels)}",
         ]
         if not self.head or task.family == "causal":
             lines.append(f"  template  {one_line(task.template)}")
@@ -126,8 +124,7 @@ def propose(
     roles = find_roles(cells, table.source, named, len(slots) or None)
     sources = _name_columns(roles, named, slots, has_header)
     *text_columns, label_column = sources
-    labels = dict.fromkeys(words) if words else None
-    counts, aliases = _count_labels(cells[roles.label], labels)
+    counts, aliases = _count_labels(cells[roles.label], words or (), table.source)
     space = template is None or not template[-1:].isspace()
     found = words or propose_words(tokenizer, tuple(counts), space or family == "masked")
     head = found is None and not words_only
@@ -171,18 +168,6 @@ def one_line(template: str) -> str:
     return template.replace("\n", "\\n")
 
 
-def to_toml(task: Task, comments: Sequence[str] = (), others: Sequence[str] = ()) -> str:
-    """A task file: what `get_task` reads, with other templates as comments."""
-    values = {key: value for key, value in task.as_dict().items() if key not in ("name", "labels", "words")}
-    tables = {key: values.pop(key) for key in list(values) if isinstance(values[key], Mapping)}
-    tables["words"] = task.word_of
-    lines = [*(f"# {comment}" for comment in comments), *(f"{key} = {_toml(value)}" for key, value in values.items())]
-    lines += [f"# template = {_toml(template)}" for template in others]
-    for name, pairs in tables.items():
-        lines += ["", f"[{name}]", *(f"{_toml(key)} = {_toml(value)}" for key, value in pairs.items())]
-    return "\n".join(lines) + "\n"
-
-
 def _raw_columns(table: RawTable) -> tuple[dict[str, list[str]], bool]:
     first = table.rows[0][1]
     if table.source.lower().endswith(".txt"):
@@ -217,21 +202,21 @@ def _name_columns(roles: Roles, named: Mapping[str, str], slots: Sequence[str], 
     return {**texts, given.get(roles.label, roles.label if has_header else "label"): roles.label}
 
 
-def _count_labels(cells: Sequence[str], known: Mapping[str, Any] | None) -> tuple[dict[str, int], dict[str, str]]:
+def _count_labels(cells: Sequence[str], known: Collection[str], where: str) -> tuple[dict[str, int], dict[str, str]]:
     """Label → rows, in order, and other spellings of labels. Case, spaces and underscores make no difference."""
     spellings = Counter(cell for cell in cells if cell)
     # Tables with gaps store the label 1 as 1.0.
-    aliases = {cell: cell[:-2] for cell in spellings if re.fullmatch(r"-?\d+\.0", cell)} if not known else {}
-    name_of = {normalize_label(label): label for label in known or ()}
-    counts = dict.fromkeys(name_of.values(), 0)
+    aliases = {cell: cell[:-2] for cell in spellings if re.fullmatch(r"-?\d+\.0", cell)}
+    name_of = {normalize_label(label): label for label in known}
+    counts = dict.fromkeys(known, 0)
     for cell, count in spellings.most_common():
-        label = aliases.get(cell, cell)
-        label = (
-            name_of.setdefault(normalize_label(label), label) if not known else name_of.get(normalize_label(label), "")
-        )
-        if label:
-            counts[label] = counts.get(label, 0) + count
-    return (counts if known else dict(sorted(counts.items(), key=_label_order))), aliases
+        label = name_of.setdefault(normalize_label(aliases.get(cell, cell)), aliases.get(cell, cell))
+        counts[label] = counts.get(label, 0) + count
+    if not known:
+        return dict(sorted(counts.items(), key=_label_order)), aliases
+    if unknown := [f"{label!r} ({count} rows)" for label, count in counts.items() if label not in known]:
+        raise DataError(f"{where}: no word for the label {list_some(unknown)}; --words needs one for every label")
+    return counts, aliases
 
 
 def _label_order(item: tuple[str, int]) -> tuple[bool, float, str]:
@@ -264,10 +249,3 @@ def _make_notes(word_of: Mapping[str, str], head: bool, given: bool) -> list[str
         example = ",".join(f"{label}=WORD" for label in list(word_of)[:2])
         return [f"the labels are numbers, which mean little to a model; words for them learn faster: --words {example}"]
     return []
-
-
-def _toml(value: Any) -> str:
-    """A value as TOML writes it: strings and lists as JSON does."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items()) + "}"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
