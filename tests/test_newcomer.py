@@ -53,7 +53,6 @@ def folder(tiny_folder, tmp_path, monkeypatch):
     for file in untold.glob("*token*"):
         file.unlink()
     (Path(shutil.copytree("model", "unset")) / "mezzo.json").write_text("[]")
-    Path("excel.csv").write_text("\n".join(["text;label", *(f"{text};{label}" for text, label in ROWS)]) + "\n")
     return tmp_path
 
 
@@ -117,7 +116,6 @@ MISTAKES = {
     "a model for a run": Mistake(
         ("eval", "mezzo/roberta-mini"), "mezzo/roberta-mini does not exist", "and a model by --model"
     ),
-    "separated by semicolons": Mistake(train(train="excel.csv"), "it looks separated by ';'", "save it with commas"),
     "no tokenizer": Mistake(train(model="untold"), "untold is a folder without a tokenizer", "save_pretrained"),
     "rank of noise": Mistake(
         train(space="matrices", noise="lowrank", noise_rank="100000"),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mezzo
+from mezzo import api
 from mezzo.cli import main
 from mezzo.errors import DataError
+from mezzo.runs.datasets import hold_out
+from mezzo.runs.setup import resolve_setup
 from mezzo.runs.suggestion import mutual_information
-from mezzo.tasks import Task, get_task
+from mezzo.tasks import Task, get_task, load_examples
 from mezzo.tasks.task_file import to_toml
+from mezzo.types import Example
 from tests.tickets import make_tickets, write_csv
 
-QUICK = ("--steps", "2", "--batch-size", "4", "--threads", "1", "--device", "cpu")
+TEMPLATE = ("--template", "It was [MASK].")
+"""Nothing to compare, so that the model is loaded once."""
+QUICK = ("--steps", "2", "--eval-every", "2", "--batch-size", "4", "--threads", "1", "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +140,7 @@ def test_causal_model_gets_a_causal_template(tickets, tmp_path, capsys):
 
 def test_file_named_like_a_task_is_not_that_task(tmp_path, capsys):
     data = write_csv(tmp_path / "reviews.csv", make_tickets(40))
-    assert call("train", "--train", data, *QUICK, "--out", str(tmp_path / "run")) == 0
+    assert call("train", "--train", data, *TEMPLATE, *QUICK, "--out", str(tmp_path / "run")) == 0
     capsys.readouterr()
     assert "task 'own-reviews' has no bundled data: pass --data FILE" in refused(capsys, "eval", str(tmp_path / "run"))
 
@@ -194,7 +203,7 @@ def test_new_writes_a_task_file_that_trains(tickets, tmp_path, monkeypatch, caps
         f"wrote tickets.toml; edit it, then: mezzo train --task tickets.toml --train {tickets}"
     )
     task = get_task("tickets.toml")
-    assert task == mezzo.api.suggest_task(tickets, threads=1).task
+    assert task == api.suggest_task(tickets, threads=1).task
     assert call("train", "--task", "tickets.toml", "--train", tickets, *QUICK, "--out", "run") == 0
     capsys.readouterr()
     assert "tickets.toml exists already" in refused(capsys, "tasks", "new", tickets)
@@ -233,3 +242,162 @@ def test_template_and_words_are_a_task(tickets, tmp_path, capsys):
     capsys.readouterr()
     message = refused(capsys, "train", "--train", tickets, "--words", "billing_issue=money,account_access=key", *QUICK)
     assert "no word for the label 'Technical problem' (120 rows); --words needs one for every label" in message
+
+
+# ---- unlabelled rows, separators
+
+
+def with_gaps() -> list[dict[str, str]]:
+    """Tickets of which every eighth has no category."""
+    return [
+        {**row, "category": "" if number % 8 == 0 else row["category"]} for number, row in enumerate(make_tickets(80))
+    ]
+
+
+def test_rows_without_a_label_are_listed_or_skipped(tmp_path, capsys):
+    data = write_csv(tmp_path / "gaps.csv", with_gaps())
+    out = str(tmp_path / "run")
+    assert call("train", "--train", data, *TEMPLATE, *QUICK, "--out", out) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "gaps.csv, lines 2, 10, 18, 26, 34, 42, 50, 58, 66, 74: no label; " in message
+    assert "--skip-unlabelled" in message
+    assert call("train", "--train", data, *TEMPLATE, *QUICK, "--out", out, "--skip-unlabelled") == 0
+    assert "data: rows without a label, which are skipped: 10\n" in capsys.readouterr().err
+    assert call("eval", out, "--data", data) == 0, "the run remembers"
+    assert " on 70 examples" in capsys.readouterr().out
+
+
+def test_rows_in_python_without_a_label_are_skipped(tmp_path):
+    seen: list[str] = []
+    options = {"steps": 1, "batch_size": 4, "threads": 1, "device": "cpu", "out": tmp_path / "run"}
+    mezzo.finetune(
+        train=with_gaps(),
+        skip_unlabelled=True,
+        observe=lambda _, values: seen.append(str(values.get("text"))),
+        **options,
+    )
+    assert "rows without a label, which are skipped: 10" in seen
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t"])
+def test_separators_make_no_difference(delimiter, tickets, trained, tmp_path):
+    data = write_csv(tmp_path / "tickets.csv", make_tickets(), delimiter)
+    assert api.suggest_task(data, template="{message} Topic: [MASK].").counts == {
+        "account_access": 40,
+        "billing_issue": 240,
+        "Technical problem": 120,
+    }
+    (first, *_), (second, *_) = (load_examples(path, recorded_task(trained)) for path in (tickets, data))
+    assert first == second
+
+
+def recorded_task(run: Path) -> Task:
+    return get_task(json.loads((run / "journal.jsonl").read_text().splitlines()[0])["task"])
+
+
+# ---- a look at the data
+
+
+def test_data_is_looked_at_before_training(tmp_path, capsys):
+    rows = [{key: row[key] for key in ("message", "category")} for row in make_tickets(100, seed=1)]
+    rows = list({row["message"]: row for row in rows}.values())  # without repeated texts
+    rows[0] = {**rows[1], "category": "account_access"}
+    rows[2] = dict(rows[3])
+    rows[4]["message"] = ""
+    rows[5]["message"] = " ".join(["again and"] * 100)
+    train, test = write_csv(tmp_path / "train.csv", rows), write_csv(tmp_path / "test.csv", rows[1:4])
+    out = tmp_path / "run"
+    assert call("train", "--train", train, "--dev", test, "--test", test, *TEMPLATE, *QUICK, "--out", str(out)) == 0
+    seen = [line for line in capsys.readouterr().err.splitlines() if line.startswith("data: ")]
+    assert re.fullmatch(
+        r"data: \d+ rows to train on: billing_issue \d+, Technical problem \d+, account_access \d+; "
+        r"unbalanced: always answering 'billing_issue' would be right for \d\d%",
+        seen[0],
+    )
+    assert seen[1:] == [
+        "data: rows without a text: 2",
+        "data: rows that repeat the text of another: 2; texts with different labels: 1",
+        "data: rows of dev that are also in train: 3 of 3; figures will be too good",
+        "data: rows of test that are also in train: 3 of 3; figures will be too good",
+        f"data: rows cut to 128 tokens: 1 of {len(rows)}, the longest from 207 (--max-length takes more)",
+    ]
+    assert call("report", str(out)) == 0
+    assert "rows without a text: 2" in (out / "report.html").read_text()
+    capsys.readouterr()
+    assert call("train", "--resume", str(out), "--steps", "3") == 0
+    assert "data: " not in capsys.readouterr().err, "it was said when the run began"
+
+
+def test_data_without_surprises_has_one_line(tmp_path, capsys):
+    rows = [{"text": f"ticket number {n}", "label": ("problem", "question")[n % 2]} for n in range(20)]
+    data = write_csv(tmp_path / "a.csv", rows)
+    assert call("train", "--train", data, *TEMPLATE, *QUICK, "--out", str(tmp_path / "run")) == 0
+    seen = [line for line in capsys.readouterr().err.splitlines() if line.startswith("data: ")]
+    assert seen == ["data: 18 rows to train on: problem 9, question 9"]
+
+
+def test_data_of_one_class_is_refused(tmp_path, capsys):
+    rows = [{"text": f"film {n}", "label": "positive"} for n in range(20)]
+    data = write_csv(tmp_path / "one.csv", rows)
+    message = refused(capsys, "train", "--task", "sst-2", "--train", data)
+    assert "all 20 rows have the label 'positive'; training needs rows of at least two labels" in message
+
+
+# ---- held-out examples
+
+
+@given(counts=st.lists(st.integers(1, 60), min_size=2, max_size=6).filter(lambda counts: sum(counts) >= 10))
+def test_held_out_examples_have_a_tenth_of_every_label(counts):
+    examples = [Example({"text": f"{label} {n}"}, label) for label, count in enumerate(counts) for n in range(count)]
+    train, dev = hold_out(examples)
+    assert sorted((*train, *dev), key=examples.index) == examples
+    assert len(dev) == sum(counts) // 10
+    held = Counter(example.label for example in dev)
+    for label, count in enumerate(counts):
+        assert held[label] < count, "training keeps every label"
+        assert held[label] <= math.ceil(count / 10) + 1
+        assert held[label] >= 1 or count == 1 or len(dev) < len(counts), "the best checkpoint is chosen on every label"
+
+
+def test_held_out_examples_do_not_depend_on_the_seed_of_the_run(tickets):
+    def dev(**options: Any) -> list[Example]:
+        template = {"template": "{message} Topic: [MASK]."}
+        values = api.with_task({"train": tickets, **template, **options})
+        return resolve_setup(api.resolve(values)).splits.dev
+
+    assert dev(seed=1) == dev(seed=2)
+    assert dev(data_seed=3) != dev(data_seed=4)
+    held = Counter(example.label for example in dev())
+    assert sorted(held.values()) == [4, 12, 24]
+
+
+# ---- predicting after --columns
+
+
+def test_predict_needs_no_label_column(tiny_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"id": str(n), "body": f"film {n}", "stars": ("negative", "positive")[n % 2]} for n in range(20)]
+    named = ("--columns", "text=body,label=stars")
+    task = ("--model", tiny_folder, "--task", "sst-2")
+    assert call("train", *task, "--train", write_csv(Path("a.csv"), rows), *named, *QUICK, "--out", "run") == 0
+    compact = mezzo.export("run", "journal", out="run.mezzo")
+    new = write_csv(Path("new.csv"), [{"id": row["id"], "body": row["body"]} for row in rows[:3]])
+    Path("lines.txt").write_text("film 0\nfilm 1\nfilm 2\n")
+    capsys.readouterr()
+    for run in ("run", str(compact)):
+        for data in (new, "lines.txt"):
+            assert call("predict", run, "--data", data) == 0
+            assert len(capsys.readouterr().out.splitlines()) == 3
+        assert len(list(mezzo.predict(["film 0", {"body": "film 1"}], run))) == 2
+        assert "no column 'stars' for 'label'" in refused(capsys, "eval", run, "--data", new)
+    Path("wrong.csv").write_text("id,text\n1,film\n")
+    assert "no column 'body' for 'text'" in refused(capsys, "predict", "run", "--data", "wrong.csv")
+
+
+def test_proposed_run_with_stated_columns_predicts(tickets, tmp_path, capsys):
+    out, named = str(tmp_path / "run"), ("--columns", "text=message,label=channel")
+    assert call("train", "--train", tickets, *named, *TEMPLATE, *QUICK, "--out", out) == 0
+    new = write_csv(tmp_path / "new.csv", [{"message": "Hello?", "id": "7"}])
+    capsys.readouterr()
+    assert call("predict", out, "--data", new) == 0
+    assert json.loads(capsys.readouterr().out)["label"] in ("email", "phone", "web")

@@ -26,7 +26,7 @@ from mezzo.runs.result import Run
 from mezzo.runs.session import Session
 from mezzo.runs.setup import Setup, resolve_setup
 from mezzo.runs.suggestion import propose_task, task_options
-from mezzo.tasks import Task, bundled_data, get_task, load_examples
+from mezzo.tasks import Task, bundled_data, get_task
 from mezzo.tasks.proposal import Proposal
 from mezzo.types import StepRecord
 
@@ -195,7 +195,7 @@ def evaluate(
     if source is None:
         raise DataError(f"task {setup.task.name!r} has no bundled data: pass --data FILE")
     config = setup.config
-    found = load_examples(source, setup.task, split=split, **datasets.reading_options(config, data is not None))
+    found, _ = datasets.load_labelled(source, setup.task, split, config, data is not None)
     try:
         return setup.evaluate(engine, datasets.take_some(found, config.eval_limit))
     finally:

@@ -14,6 +14,7 @@ Observer = Callable[[str, dict[str, Any]], None]
 VERDICT_COLOURS = {"worked": "green", "unclear": "yellow", "not tested": "yellow"}
 EVENT_LINES = {
     "proposal": "{text}",
+    "data": "data: {text}",
     "encoding": "encoding {examples:,} training examples (--train-limit N takes fewer)",
     "zero-shot": "zero-shot {metric} {value:.1%}, calibrated {calibrated:.1%} (n={n})",
     "evaluation": "step {step:>6}  dev {metric} {value:.1%}  dev loss {loss:.4f}",

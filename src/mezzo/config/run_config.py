@@ -70,7 +70,7 @@ class RunConfig:
     test: str | None = option("task", None, "data for the reported accuracy [dev]", aliases=("test_file", "eval_dataset"))
     k: int | None = option("task", None, "train on k examples per label, and hold out k more per label as dev",
         at_least=1, commands=("eval", "signal"), reopen="question", aliases=("num_k",))
-    data_seed: int | None = option("task", None, "seed of the k-shot sample [the run's seed]",
+    data_seed: int | None = option("task", None, "seed of the k-shot sample [the run's seed] and of what is held out [0]",
         at_least=0, at_most=LARGEST_SEED, commands=("eval", "signal"), reopen="question", aliases=("train_set_seed",))
     id_order: str | None = option("task", None, "whose numbering integer labels follow, where sources differ: hub, lm-bff",
         choices=("hub", "lm-bff"), commands=USE, reopen="question")
@@ -79,6 +79,8 @@ class RunConfig:
         pairs="text=body,label=stars", commands=(*USE, "tasks"), reopen="question")
     encoding: str = option("task", "utf-8", "how the data files encode text, e.g. latin-1",
         commands=(*USE, "tasks"), reopen="question")
+    skip_unlabelled: bool = option("task", False, "leave out rows without a label, and say how many",
+        commands=("eval", "signal"), reopen="question")
     template: str | None = option("task", None, "prompt, e.g. '{text} It was [MASK].' [the task's]",
         commands=(*USE, "tasks"), reopen="question")
     words: tuple[str, ...] | None = option("task", None, "label words, e.g. negative=bad,positive=good [the task's]",

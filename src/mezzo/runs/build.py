@@ -23,6 +23,7 @@ from mezzo.parallel.setup import open_workers
 from mezzo.parallel.transports import torchrun
 from mezzo.replay.prefix_start import prefix_start
 from mezzo.replay.replay import bring_to, check_base
+from mezzo.runs.data_summary import describe_data
 from mezzo.runs.events import Events, Observer
 from mezzo.runs.folder import Folder, holds_run
 from mezzo.runs.health import Health
@@ -159,6 +160,9 @@ def _start(
     events = Events(folder, observe, Health(config.objective), Trackers())
     events.remember(earlier)
     events.trackers.start(config.track, folder.path, config.to_dict())
+    if config.train and not earlier and not journal.content.steps:
+        for line in describe_data(setup):
+            events("data", {"step": 0, "text": line})
     limits = Limits(
         steps=config.steps,
         eval_every=config.eval_every or 0,

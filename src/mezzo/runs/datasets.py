@@ -29,6 +29,8 @@ class Splits:
     dev: list[Example]
     test: list[Example]
     has_test: bool = True
+    skipped: int = 0
+    """Rows without a label that were left out."""
 
 
 def find_task(config: RunConfig, family: Family) -> Task:
@@ -53,28 +55,43 @@ def _read_task(spec: str, family: Family) -> Task:
 
 def load_splits(config: RunConfig, task: Task) -> Splits:
     """Train, dev and test examples, from the files named or from what the package carries."""
-    train_source = config.train or bundled_data(task.name, "train")
-    if train_source is None:
-        raise ConfigError(f"task {task.name!r} has no bundled data: pass --train FILE (and --test FILE)")
-    train = load_examples(train_source, task, split="train", **reading_options(config, config.train))
-    seed = config.seed if config.data_seed is None else config.data_seed
     bundled = config.train is None
-    dev_source = config.dev or (bundled_data(task.name, "dev") if bundled else None)
-    test_source = config.test or (bundled_data(task.name, "test") if bundled else None)
-    dev: list[Example] = []
+    given = {"train": config.train, "dev": config.dev, "test": config.test}
+    sources = {name: source or (bundled_data(task.name, name) if bundled else None) for name, source in given.items()}
+    if sources["train"] is None:
+        raise ConfigError(f"task {task.name!r} has no bundled data: pass --train FILE (and --test FILE)")
+    named = {name: source for name, source in sources.items() if source}
+    read = {name: load_labelled(source, task, name, config, given[name]) for name, source in named.items()}
+    examples = {name: found for name, (found, _) in read.items()}
+    train = examples["train"]
+    _refuse_one_class(train, task, sources["train"])
+    dev = examples.get("dev", [])
     if config.k:
-        train, dev = k_shot(train, config.k, seed % 2**32, labels=task.labels)
-    if dev_source:
-        dev = load_examples(dev_source, task, split="dev", **reading_options(config, config.dev))
-    elif not config.k:
-        train, dev = _hold_out(train, seed)
-    test = (
-        load_examples(test_source, task, split="test", **reading_options(config, config.test)) if test_source else dev
-    )
+        seed = config.seed if config.data_seed is None else config.data_seed
+        train, sampled = k_shot(train, config.k, seed % 2**32, labels=task.labels)
+        dev = dev or sampled
+    elif not dev:
+        train, dev = hold_out(train, config.data_seed or 0)
     cut = config.eval_limit
     return Splits(
-        take_some(train, config.train_limit), take_some(dev, cut), take_some(test, cut), test_source is not None
+        take_some(train, config.train_limit),
+        take_some(dev, cut),
+        take_some(examples.get("test", dev), cut),
+        "test" in examples,
+        sum(skipped for _, skipped in read.values()),
     )
+
+
+def load_labelled(
+    source: Any, task: Task, split: str, config: RunConfig, given: object = True
+) -> tuple[list[Example], int]:
+    """The examples of a source, and how many rows were left out because they have no label."""
+    options = reading_options(config, given)
+    found = load_examples(source, task, split=split, labelled=not config.skip_unlabelled, **options)
+    labelled = [example for example in found if example.label >= 0]
+    if not labelled:
+        raise DataError(f"{source}: no row has a label; give data that has some")
+    return labelled, len(found) - len(labelled)
 
 
 def reading_options(config: RunConfig, given: object = True) -> dict[str, Any]:
@@ -102,7 +119,8 @@ def save_rows(rows: dict[str, Any], config: RunConfig) -> dict[str, str]:
     folder = _data_folder(config)
     named, paths = column_names(config), {}
     for name, source in rows.items():
-        found = load_examples(source, task, split=name, id_order=config.id_order, columns=named)
+        labelled = not config.skip_unlabelled
+        found = load_examples(source, task, split=name, id_order=config.id_order, columns=named, labelled=labelled)
         lines = [json.dumps(_to_row(example, task, named), ensure_ascii=False) for example in found]
         data = "".join(line + "\n" for line in lines).encode()
         path = folder / f"{name}-{hashlib.sha256(data).hexdigest()[:12]}.jsonl"
@@ -118,15 +136,34 @@ def _data_folder(config: RunConfig) -> Path:
 def _to_row(example: Example, task: Task, named: dict[str, str]) -> dict[str, Any]:
     """An example as a line of data: its label by name, so that no order of ids is needed to read it back."""
     row = dict(example.fields)
-    if task.kind != "generation":
+    if example.label < 0:
+        row[task.label_column] = None
+    elif task.kind != "generation":
         row[task.label_column] = task.labels[example.label] if task.kind == "classification" else example.label
     return {named.get(column, column): value for column, value in row.items()}
 
 
-def _hold_out(train: list[Example], seed: int) -> tuple[list[Example], list[Example]]:
-    count = min(LARGEST_HELD_OUT, int(len(train) * HELD_OUT))
+def hold_out(examples: list[Example], seed: int = 0) -> tuple[list[Example], list[Example]]:
+    """Examples without, and with, a tenth of every label. It does not depend on the run's seed: runs can be compared.
+
+    A label with several examples has one among those held out, as far as there is room, and one among the others.
+    """
+    count = min(LARGEST_HELD_OUT, int(len(examples) * HELD_OUT))
     if count < 1:
-        raise DataError(f"{len(train)} training examples are too few to hold any out; pass --dev FILE")
-    shuffled = noise.order(seed, "held out", len(train))
-    dev = {int(index) for index in shuffled[:count]}
-    return [e for i, e in enumerate(train) if i not in dev], [e for i, e in enumerate(train) if i in dev]
+        raise DataError(f"{len(examples)} training examples are too few to hold any out; pass --dev FILE")
+    places: dict[int, list[int]] = {}
+    for place in noise.order(seed, "held out", len(examples)).tolist():
+        places.setdefault(examples[place].label, []).append(place)
+    # By its share of the label that comes before it, so that taking the first few takes the same share of each.
+    ranked = sorted((i / len(each), -len(each), place) for each in places.values() for i, place in enumerate(each[:-1]))
+    dev = {place for *_, place in ranked[:count]}
+    return [e for i, e in enumerate(examples) if i not in dev], [e for i, e in enumerate(examples) if i in dev]
+
+
+def _refuse_one_class(examples: list[Example], task: Task, source: object) -> None:
+    labels = {example.label for example in examples}
+    if task.kind == "classification" and len(labels) == 1:
+        raise DataError(
+            f"{source}: all {len(examples)} rows have the label {task.labels[labels.pop()]!r}; "
+            "training needs rows of at least two labels"
+        )

@@ -54,21 +54,19 @@ class LabelReader:
         number = _parse_id(value)
         return number is not None and 0 <= number < max(len(self.task.labels), 2)
 
-    def read(self, value: Any, where: str) -> int:
+    def read(self, value: Any) -> int:
         """The index of a label."""
         name = normalize_label(str(value))
         if name in self._index:
             return self._index[name]
         if (number := _parse_id(value)) is None:
             labels, hint = ", ".join(self.task.labels), nearest(name, self._index)
-            raise DataError(f"{where}: unknown label {_short_repr(value)}; labels are {labels}{hint}")
+            raise DataError(f"unknown label {_short_repr(value)}; labels are {labels}{hint}")
         if self._index_of_id is None:
-            raise DataError(f"{where}: label {_short_repr(value)} is an id, and {self._missing_order()}")
+            raise DataError(f"label {_short_repr(value)} is an id, and {self._missing_order()}")
         if number not in self._index_of_id:
             ids = ", ".join(f"{i} {self.task.labels[label]}" for i, label in sorted(self._index_of_id.items()))
-            raise DataError(
-                f"{where}: unknown label {_short_repr(value)}; ids are {ids}; a task file states others by id_order"
-            )
+            raise DataError(f"unknown label {_short_repr(value)}; ids are {ids}; a task file states others by id_order")
         return self._index_of_id[number]
 
     def _declared_order(self, name: str) -> Sequence[str]:
@@ -104,17 +102,17 @@ class LabelReader:
         return f"task {task.name!r} knows several id orders ({orders}); state one, such as --id-order {first}"
 
 
-def choice_label(value: Any, candidates: Sequence[str], where: str) -> int:
+def choice_label(value: Any, candidates: Sequence[str]) -> int:
     """The index of the correct candidate of a choice, which is given by its index or by its text (or several texts)."""
     if (number := _parse_id(value)) is not None:
         if not 0 <= number < len(candidates):
-            raise DataError(f"{where}: label {number} for {len(candidates)} candidates; give an index from 0")
+            raise DataError(f"label {number} for {len(candidates)} candidates; give an index from 0")
         return number
     answers = as_texts(value)
     for index, candidate in enumerate(candidates):
         if candidate in answers:
             return index
-    raise DataError(f"{where}: none of the answers {_short_repr(answers)} is among the {len(candidates)} candidates")
+    raise DataError(f"none of the answers {_short_repr(answers)} is among the {len(candidates)} candidates")
 
 
 def normalize_label(name: str) -> str:

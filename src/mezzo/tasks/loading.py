@@ -12,7 +12,7 @@ from mezzo.errors import DataError, nearest
 from mezzo.tasks import nested
 from mezzo.tasks.columns import flatten_row, match_columns, name_columns, required_columns
 from mezzo.tasks.labels import IdOrder, LabelReader, choice_label, is_missing
-from mezzo.tasks.readers import READERS, RawTable, Row, Table, read_file, table_from_json
+from mezzo.tasks.readers import READERS, BadRows, RawTable, Row, Table, read_file, table_from_json
 from mezzo.tasks.registry import get_task
 from mezzo.tasks.task import Task, as_texts
 from mezzo.types import Example
@@ -150,37 +150,39 @@ def _examples(table: Table, options: _LoadOptions) -> Iterator[Example]:
     task, labels = options.task, options.labels
     columns: dict[str, str] = {}
     names: tuple[str, ...] | None = None
+    bad = BadRows(table.source, table.unit)
     for number, raw in _expand_rows(table):
-        where = table.location(number)
         row = flatten_row(raw)
         if names != (names := tuple(row)):  # rows of a table have the same columns; lines of JSON may not
-            columns = match_columns(task, names, where, options.columns, options.labelled is True)
+            columns = match_columns(task, names, table.location(number), options.columns, options.labelled is True)
             labels.use_data_names(table.label_names.get(columns.get(task.label_column, ""), ()))
-        fields = {column: _field(row[columns[column]], column, task, where) for column in required_columns(task)}
-        value = row.get(columns.get(task.label_column, ""))
-        example = _example(fields, value, options, where)
+        try:
+            fields = {column: _field(row[columns[column]], column, task) for column in required_columns(task)}
+            example = _example(fields, row.get(columns.get(task.label_column, "")), options)
+        except DataError as error:
+            bad.add(number, str(error))
+            continue
         if example is not None:
             yield example
+    bad.refuse()
 
 
-def _example(fields: dict[str, Any], value: Any, options: _LoadOptions, where: str) -> Example | None:
+def _example(fields: dict[str, Any], value: Any, options: _LoadOptions) -> Example | None:
     """The example of a row whose label column holds `value`; None for one to leave out."""
     task, labels, labelled = options.task, options.labels, options.labelled
     if labelled == "ignore" and task.kind == "classification":
         return Example(fields)
     if is_missing(value) and not (task.labels and isinstance(value, str) and labels.could_be_label(value)):
         if labelled is True:
-            raise DataError(
-                f"{where}: no label; give one, or delete the row (in Python, load_examples skips such rows: labelled='skip')"
-            )
+            raise DataError("no label; give one, or leave out such rows with --skip-unlabelled (labelled='skip')")
         return None if labelled == "skip" else Example(fields)
     if task.kind == "generation":
         return Example({**fields, task.label_column: as_texts(value)}, 0)
     if task.kind == "choice":
         candidates = [text for column in task.candidates for text in as_texts(fields[column])]
         answers = {} if isinstance(value, int) else {task.label_column: as_texts(value)}
-        return Example({**fields, **answers}, choice_label(value, candidates, where))
-    return Example(fields, labels.read(value, where))
+        return Example({**fields, **answers}, choice_label(value, candidates))
+    return Example(fields, labels.read(value))
 
 
 def _expand_rows(table: Table) -> Iterator[tuple[int, Row]]:
@@ -193,18 +195,18 @@ def _expand_rows(table: Table) -> Iterator[tuple[int, Row]]:
             ) from None
 
 
-def _field(value: Any, column: str, task: Task, where: str) -> str | list[str]:
+def _field(value: Any, column: str, task: Task) -> str | list[str]:
     if column in task.candidates and isinstance(value, list | tuple):
-        return [_check_encodable(text, column, where) for text in as_texts(value)]
+        return [_check_encodable(text, column) for text in as_texts(value)]
     if value is None or isinstance(value, list | tuple | Mapping):
-        raise DataError(f"{where}: {column!r} is {'null' if value is None else 'not text'}; give a string")
-    return _check_encodable(str(value), column, where)
+        raise DataError(f"{column!r} is {'null' if value is None else 'not text'}; give a string")
+    return _check_encodable(str(value), column)
 
 
-def _check_encodable(text: str, column: str, where: str) -> str:
+def _check_encodable(text: str, column: str) -> str:
     """JSON can hold half a character, which can be neither written to a file nor tokenized."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: {column!r} holds half a character (a lone surrogate at {error.start + 1})") from None
+        raise DataError(f"{column!r} holds half a character (a lone surrogate at {error.start + 1})") from None
     return text
