@@ -117,7 +117,7 @@ def test_compact_journal_of_a_proposed_run_predicts(trained, tmp_path):
 def test_rows_in_python_need_no_task(tmp_path):
     options = {"steps": 1, "batch_size": 4, "threads": 1, "device": "cpu", "out": tmp_path / "run"}
     seen: list[str] = []
-    run = mezzo.finetune(train=make_tickets(40), observe=lambda event, _: seen.append(event), **options)
+    run = mezzo.finetune(train=iter(make_tickets(40)), observe=lambda event, _: seen.append(event), **options)
     assert seen[0] == "proposal"
     assert next(iter(mezzo.predict(["Hello?"], run.out)))["message"] == "Hello?"
 
@@ -311,7 +311,7 @@ def test_data_is_looked_at_before_training(tmp_path, capsys):
     seen = [line for line in capsys.readouterr().err.splitlines() if line.startswith("data: ")]
     assert re.fullmatch(
         r"data: \d+ rows to train on: billing_issue \d+, Technical problem \d+, account_access \d+; "
-        r"unbalanced: always answering 'billing_issue' would be right for \d\d%",
+        r"imbalanced: always answering 'billing_issue' would be right for \d\d%",
         seen[0],
     )
     assert seen[1:] == [

@@ -75,6 +75,7 @@ def open_session(
         _refuse_changes({**given, **({"task": task} if task is not None else {})}, config)
         return resume_run(resume, observe, given, function)
     rows = {name: given.pop(name) for name in ("train", "dev", "test") if not _is_path(given.get(name))}
+    rows = {name: list(source) if isinstance(source, Iterator) else source for name, source in rows.items()}
     named = {*given, *(("objective",) if function else ())}
     values = {**(from_file(Path(config), named) if config else {}), **given}
     if isinstance(task, (Mapping, Task)):

@@ -169,7 +169,9 @@ def test_labels_without_words_get_a_head(suggest: Any) -> None:
     assert proposal.head
     assert "a fresh classification head is trained instead" in str(proposal)
     assert "→" not in str(proposal)
-    assert not suggest(rows, words_only=True).head
+    assert not suggest(rows, head=False).head
+    asked = suggest(rows_of(text=text, label=label), head=True)
+    assert asked.head and "note" not in str(asked)
 
 
 def test_names_of_ids_are_the_labels(suggest: Any) -> None:

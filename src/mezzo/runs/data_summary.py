@@ -10,7 +10,7 @@ from mezzo.runs.setup import Setup
 from mezzo.types import Example
 
 # A label that is this many times as frequent as another is worth a word.
-UNBALANCED = 3
+IMBALANCED = 3
 
 Texts = tuple[str, ...]
 
@@ -42,8 +42,8 @@ def _labels(setup: Setup) -> Iterator[str]:
     ranked = [(label, counts[label]) for label in sorted(labels, key=lambda label: -counts[label])]
     line = f"{len(train):,} rows to train on: {list_some([f'{label} {count:,}' for label, count in ranked])}"
     most, largest = ranked[0]
-    if largest >= UNBALANCED * ranked[-1][1]:
-        line += f"; unbalanced: always answering {most!r} would be right for {largest / len(train):.0%}"
+    if largest >= IMBALANCED * ranked[-1][1]:
+        line += f"; imbalanced: always answering {most!r} would be right for {largest / len(train):.0%}"
     yield line
 
 

@@ -34,10 +34,10 @@ def propose_task(config: RunConfig, source: Any) -> Proposal:
         columns=column_names(config),
         template=config.template,
         words=OPTIONS["words"].split_pairs(config.words),
-        words_only=config.readout in ("words", "candidates") or config.engine != "torch",
+        head=config.readout == "head" if config.readout != "auto" or config.engine != "torch" else None,
     )
     # Another engine takes minutes to start, and a head reads nothing from an untrained model.
-    if len(proposal.templates) == 1 or proposal.head or config.readout == "head" or config.engine != "torch":
+    if len(proposal.templates) == 1 or proposal.head or config.engine != "torch":
         return proposal
     return proposal.rank(_compare_templates(config, proposal, take_some(sample_texts(table, proposal), COMPARED_TEXTS)))
 

@@ -108,11 +108,11 @@ def propose(
     columns: Mapping[str, str] | None = None,
     template: str | None = None,
     words: Mapping[str, str] | None = None,
-    words_only: bool = False,
+    head: bool | None = None,
 ) -> Proposal:
     """A task for `table`. What is given is kept: columns (`label`, and texts by any other key), template, label → word.
 
-    `words_only`: never a head, whatever the labels are.
+    `head`: whether labels are read from a fresh classification head; None: if they have no words.
     """
     cells, has_header = table_columns(table)
     if columns and not has_header:
@@ -127,7 +127,8 @@ def propose(
     counts, aliases = _count_labels(cells[roles.label], words or (), table.source)
     space = template is None or not template[-1:].isspace()
     found = words or propose_words(tokenizer, tuple(counts), space or family == "masked")
-    head = found is None and not words_only
+    notes = _make_notes(found, given=words is not None) if head is None else []
+    head = found is None if head is None else head
     word_of = dict(found or {label: label for label in counts})
     candidates = (template,) if template else _make_templates(family, text_columns, word_of)
     task = Task(
@@ -143,7 +144,7 @@ def propose(
         column_aliases={c: (source,) for c, source in sources.items() if has_header and source != c},
         layout=() if has_header else tuple({s: c for c, s in sources.items()}.get(name, "") for name in cells),
     )
-    return Proposal(task, sources, candidates, counts, head, tuple(_make_notes(word_of, head, given=words is not None)))
+    return Proposal(task, sources, candidates, counts, head, tuple(notes))
 
 
 def sample_texts(table: Table | RawTable, proposal: Proposal) -> list[Example]:
@@ -242,8 +243,8 @@ def _make_name(source: str) -> str:
     return f"own-{stem}" if any(task.name == stem for task in list_tasks()) else stem
 
 
-def _make_notes(word_of: Mapping[str, str], head: bool, given: bool) -> list[str]:
-    if head:
+def _make_notes(word_of: Mapping[str, str] | None, given: bool) -> list[str]:
+    if word_of is None:
         return ["the labels are not single words of this model; a fresh classification head is trained instead"]
     if not given and all(label == word and label.lstrip("-").isdecimal() for label, word in word_of.items()):
         example = ",".join(f"{label}=WORD" for label in list(word_of)[:2])
