@@ -161,6 +161,24 @@ def test_labels_are_merged_sorted_and_counted(suggest: Any) -> None:
     assert list(numbers.counts) == ["1", "9", "10"]
     assert len(load_examples(rows_of(text=text, stars=lambda n: (10.0, "9.0", 1)[n % 3]), numbers.task)) == 40
     assert "the labels are numbers" in str(numbers)
+    assert "the labels are numbers" in str(suggest(rows_of(text=text, label=lambda n: n % 2), words={}))
+
+
+@pytest.mark.parametrize("as_text", [int, str])
+def test_minus_one_is_a_label_beside_zero_and_one_only(as_text: Any, suggest: Any) -> None:
+    opinions = rows_of(text=text, label=lambda n: as_text(n % 3 - 1))
+    proposal = suggest(opinions)
+    assert list(proposal.counts) == ["-1", "0", "1"]
+    assert [example.label for example in load_examples(opinions, proposal.task)[:3]] == [0, 1, 2]
+    gaps = suggest(rows_of(text=text, label=lambda n: as_text(n % 4 - 1)))
+    assert list(gaps.counts) == ["0", "1", "2"]
+
+
+def test_three_texts_need_a_template(suggest: Any) -> None:
+    rows = rows_of(a=text, b=text, c=text, label=label)
+    with pytest.raises(DataError, match="for more than two texts, write the template"):
+        suggest(rows, columns={"x": "a", "y": "b", "z": "c"})
+    assert suggest(rows, template="{a} {b} {c} [MASK]").task.columns == ("a", "b", "c")
 
 
 def test_labels_without_words_get_a_head(suggest: Any) -> None:

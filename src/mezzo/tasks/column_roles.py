@@ -61,12 +61,12 @@ class Column:
     def counts(self) -> Counter[str]:
         return Counter(self.cells)
 
-    @property
+    @cached_property
     def words(self) -> float:
         """Words in a cell, on average."""
         return sum(len(cell.split()) for cell in self.cells) / max(1, len(self.cells))
 
-    @property
+    @cached_property
     def is_number(self) -> bool:
         """Does it hold numbers, dates or nothing?"""
         return all(_NUMBERS.fullmatch(cell) for cell in self.counts)

@@ -172,7 +172,7 @@ def _example(fields: dict[str, Any], value: Any, options: _LoadOptions) -> Examp
     task, labels, labelled = options.task, options.labels, options.labelled
     if labelled == "ignore" and task.kind == "classification":
         return Example(fields)
-    if is_missing(value) and not (task.labels and isinstance(value, str) and labels.could_be_label(value)):
+    if is_missing(value) and not (task.labels and isinstance(value, str | int) and labels.could_be_label(value)):
         if labelled is True:
             raise DataError("no label; give one, or leave out such rows with --skip-unlabelled (labelled='skip')")
         return None if labelled == "skip" else Example(fields)

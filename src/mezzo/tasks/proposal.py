@@ -124,10 +124,14 @@ def propose(
     roles = find_roles(cells, table.source, named, len(slots) or None)
     sources = _name_columns(roles, named, slots, has_header)
     *text_columns, label_column = sources
+    if len(text_columns) > 2 and template is None:
+        raise DataError(
+            f"{table.source}: for more than two texts, write the template: --template '{{a}} {{b}} {{c}} [MASK]'"
+        )
     counts, aliases = _count_labels(cells[roles.label], words or (), table.source)
     space = template is None or not template[-1:].isspace()
     found = words or propose_words(tokenizer, tuple(counts), space or family == "masked")
-    notes = _make_notes(found, given=words is not None) if head is None else []
+    notes = _make_notes(found, given=bool(words)) if head is None else []
     head = found is None if head is None else head
     word_of = dict(found or {label: label for label in counts})
     candidates = (template,) if template else _make_templates(family, text_columns, word_of)
@@ -187,7 +191,8 @@ def _raw_columns(table: RawTable) -> tuple[dict[str, list[str]], bool]:
 def _cell(value: Any, names: Sequence[str] = ()) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names):
         return names[value]
-    return str(value).strip() if isinstance(value, str | int | float) and not is_missing(value) else ""
+    is_value = isinstance(value, str | int | float) and (str(value).strip() == "-1" or not is_missing(value))
+    return str(value).strip() if is_value else ""
 
 
 def _name_columns(roles: Roles, named: Mapping[str, str], slots: Sequence[str], has_header: bool) -> dict[str, str]:
@@ -206,6 +211,8 @@ def _name_columns(roles: Roles, named: Mapping[str, str], slots: Sequence[str], 
 def _count_labels(cells: Sequence[str], known: Collection[str], where: str) -> tuple[dict[str, int], dict[str, str]]:
     """Label → rows, in order, and other spellings of labels. Case, spaces and underscores make no difference."""
     spellings = Counter(cell for cell in cells if cell)
+    if not set(spellings) <= {"-1", "0", "1"} and "-1" not in known:
+        del spellings["-1"]  # a row without a label
     # Tables with gaps store the label 1 as 1.0.
     aliases = {cell: cell[:-2] for cell in spellings if re.fullmatch(r"-?\d+\.0", cell)}
     name_of = {normalize_label(label): label for label in known}
