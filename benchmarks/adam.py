@@ -17,9 +17,14 @@ from mezzo.types import Batch, MicroBatch, Prompt
 
 
 def finetune(
-    options: dict[str, Any], lr: float = 3e-5, epochs: int = 10, batch_size: int = 16, dropout: float = 0.0
+    options: dict[str, Any],
+    lr: float = 3e-5,
+    epochs: int = 10,
+    batch_size: int = 16,
+    dropout: float = 0.0,
+    by_loss: bool = False,
 ) -> dict[str, Any]:
-    """AdamW with a linear schedule; the epoch with the best dev value is tested, as in the zeroth-order runs."""
+    """AdamW with a linear schedule; the epoch with the best dev value, or the lowest dev loss, is tested."""
     config = from_mapping(options)
     setup = resolve_setup(config)
     splits = setup.splits
@@ -64,13 +69,17 @@ def finetune(
             optimizer.step()
             step += 1
         model.eval()
-        if (evaluation := evaluate(dev)).value > best_dev.value:
+        evaluation = evaluate(dev)
+        if evaluation.loss < best_dev.loss if by_loss else evaluation.value > best_dev.value:
             best_dev, best_test = evaluation, evaluate(test)
     return {
         "value": best_test.value,
+        "accuracy": best_test.accuracy,
+        "loss": best_test.loss,
         "zero_shot": zero_shot.value,
         "zero_shot_calibrated": zero_shot.calibrated,
         "dev": best_dev.value,
+        "dev_loss": best_dev.loss,
         "steps": step,
         "seconds": round(time.monotonic() - start, 1),
     }

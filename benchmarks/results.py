@@ -13,6 +13,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,20 @@ FILES = {
     "trec": ("TREC/train.txt", "TREC/test.txt"),
     "rte": ("RTE/train.tsv", "RTE/dev.tsv"),
 }
+Job = dict[str, Any]
 METHODS: dict[str, dict[str, Any]] = {
-    "full": {"space": "full"},
-    "lora": {"space": "lora"},
-    "head": {"space": "head"},
-    "prefix": {"space": "prefix"},
-    "accuracy": {"space": "full", "objective": "accuracy", "eps": 1e-2, "lr": 3e-5},
+    "full": {"method": "spsa", "space": "full"},
+    "lora": {"method": "spsa", "space": "lora"},
+    "head": {"method": "spsa", "space": "head"},
+    "prefix": {"method": "spsa", "space": "prefix"},
+    "accuracy": {"method": "spsa", "space": "full", "objective": "accuracy", "eps": 1e-2, "lr": 3e-5},
 }
 
 
 def one(job: dict[str, Any]) -> dict[str, Any]:
     """One run in this process, through the public interface."""
-    method = job["options"].pop("method")
     began = time.monotonic()
-    if method == "adam":
+    if job["key"]["method"].startswith("adam"):
         import adam
 
         found = adam.finetune(job["options"], **job.get("adam", {}))
@@ -57,7 +58,7 @@ def one(job: dict[str, Any]) -> dict[str, Any]:
         "best_step",
         "steps",
         "zero_slope_share",
-        "forward_passes",
+        "example_forwards",
         "digest",
     )
     return {**job["key"], **{k: found[k] for k in keys if k in found}, "seconds": round(time.monotonic() - began, 1)}
@@ -72,6 +73,19 @@ def held_out(path: Path, folder: Path) -> tuple[str, str]:
     return str(folder / f"{path.parent.name}-train.txt"), str(folder / f"{path.parent.name}-test.txt")
 
 
+def data_options(task: str, data: Path, folder: Path) -> dict[str, str]:
+    """The options that name a task's files under `data` and say how to read them; `folder` takes files that must be made."""
+    train, test = (str(data / name) for name in FILES[task])
+    if task == "mr":
+        train, test = held_out(data / FILES[task][0], folder)
+    chosen = {"train": train, "test": test}
+    if task in ("trec", "mr"):
+        chosen["encoding"] = "latin-1"
+    if task == "trec":
+        chosen["id_order"] = "lm-bff"
+    return chosen
+
+
 def jobs_of(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The grid, longest first, so that the last to finish are short."""
     jobs = []
@@ -80,26 +94,17 @@ def jobs_of(options: argparse.Namespace) -> list[dict[str, Any]]:
     )
     for method, k, task, seed in grid:
         name, _, changes = method.partition("@")
-        train, test = FILES[task]
         chosen: dict[str, Any] = {
+            **data_options(task, options.data, options.out.parent),
             "model": options.model,
             "task": task,
-            "train": str(options.data / train),
-            "test": str(options.data / test),
             "k": int(k),
             "seed": int(seed),
             "data_seed": int(seed),
             "eval_limit": 1000,
             "device": options.device,
             "threads": 1,
-            "method": name,
         }
-        if task in ("trec", "mr"):
-            chosen["encoding"] = "latin-1"
-        if task == "trec":
-            chosen["id_order"] = "lm-bff"
-        if task == "mr":
-            chosen["train"], chosen["test"] = held_out(options.data / train, options.out.parent)
         job = {"key": {"task": task, "k": int(k), "seed": int(seed), "method": method}, "options": chosen}
         extra = dict(pair.split("=") for pair in changes.split(":")) if changes else {}
         if name == "adam":
@@ -113,27 +118,38 @@ def jobs_of(options: argparse.Namespace) -> list[dict[str, Any]]:
     return jobs
 
 
-def run_all(jobs: list[dict[str, Any]], at_once: int, out: Path, limit: float) -> None:
-    """Processes that take one job after the other: starting one for each would cost more than a short run."""
-    began, left = time.monotonic(), len(jobs)
-    with multiprocessing.get_context("spawn").Pool(at_once) as pool, out.open("a") as file:
-        found = pool.imap_unordered(attempted, jobs)
-        try:
-            while left:
-                line = json.dumps(found.next(timeout=max(0.0, limit - (time.monotonic() - began))))
-                left -= 1
-                file.write(line + "\n")
-                file.flush()
-                print(line, flush=True)
-        except multiprocessing.TimeoutError:
-            print(f"time is up: {left} of {len(jobs)} not finished", flush=True)
-
-
-def attempted(job: dict[str, Any]) -> dict[str, Any]:
+def attempted(job: Job) -> dict[str, Any]:
     try:
         return one(job)
     except Exception as error:  # one bad run must not end the others
         return {**job["key"], "error": f"{type(error).__name__}: {error}"[-800:]}
+
+
+def run_all(
+    jobs: list[Job],
+    at_once: int,
+    out: Path,
+    limit: float,
+    run: Callable[[Job], dict[str, Any]] = attempted,
+    shown: int | None = None,
+) -> None:
+    """Processes that take one job after the other: starting one for each would cost more than a short run. Each result is a line
+    of `out`, whose first `shown` characters are printed, errors whole."""
+    began, left = time.monotonic(), len(jobs)
+    torn = out.exists() and out.read_bytes()[-1:] not in (b"", b"\n")
+    with multiprocessing.get_context("spawn").Pool(at_once) as pool, out.open("a") as file:
+        file.write("\n" if torn else "")  # a line that a kill cut off must not take the next one with it
+        found = pool.imap_unordered(run, jobs)
+        try:
+            while left:
+                row = found.next(timeout=max(0.0, limit - (time.monotonic() - began)))
+                line = json.dumps(row)
+                left -= 1
+                file.write(line + "\n")
+                file.flush()
+                print(line if "error" in row else line[:shown], flush=True)
+        except multiprocessing.TimeoutError:
+            print(f"time is up: {left} of {len(jobs)} not finished", flush=True)
 
 
 def table(path: Path) -> None:
@@ -144,15 +160,15 @@ def table(path: Path) -> None:
         if "error" not in row:
             groups.setdefault((row["task"], row["k"], row["method"]), []).append(row)
     print(
-        "| task | k | method | zero-shot | calibrated | result | seeds | forward passes |\n|---|---|---|---|---|---|---|---|"
+        "| task | k | method | zero-shot | calibrated | result | seeds | example-forwards |\n|---|---|---|---|---|---|---|---|"
     )
     for (task, k, method), found in sorted(groups.items()):
         zero, calibrated = (100 * found[0][key] for key in ("zero_shot", "zero_shot_calibrated"))
         values = [100 * row["value"] for row in found]
         spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-        passes = found[0].get("forward_passes", "–")
+        forwards = found[0].get("example_forwards", "–")
         result = f"{statistics.mean(values):.1f}{spread}"
-        print(f"| {task} | {k} | {method} | {zero:.1f} | {calibrated:.1f} | {result} | {len(values)} | {passes} |")
+        print(f"| {task} | {k} | {method} | {zero:.1f} | {calibrated:.1f} | {result} | {len(values)} | {forwards} |")
 
 
 def main() -> None:

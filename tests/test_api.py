@@ -16,6 +16,7 @@ from mezzo import api
 from mezzo.engines.hf_hub import locate
 from mezzo.errors import ConfigError, DataError, TaskError
 from mezzo.signal import measure
+from mezzo.tasks import get_task
 
 QUICK = {"steps": 4, "batch_size": 4, "eval_every": 2, "eval_limit": 12, "threads": 1, "device": "cpu"}
 ROBERTA, LLAMA = "mezzo/roberta-mini", "mezzo/llama-mini"
@@ -61,6 +62,46 @@ SENTIMENT = [
 
 
 @pytest.mark.parametrize(
+    ("model", "family", "message"),
+    [
+        (
+            ROBERTA,
+            "causal",
+            "task 'sst-2' is for causal models, and mezzo/roberta-mini is masked; take get_task('sst-2', 'masked')",
+        ),
+        (
+            LLAMA,
+            "masked",
+            "task 'sst-2' is for masked models, and mezzo/llama-mini is causal; take get_task('sst-2', 'causal')",
+        ),
+    ],
+)
+def test_task_of_the_other_family_is_refused(model, family, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TaskError) as caught:
+        mezzo.finetune(model, task=get_task("sst-2", family), train=SENTIMENT, **QUICK)
+    assert str(caught.value) == message
+    assert not list(tmp_path.iterdir())
+
+
+def test_task_dict_takes_the_family_of_the_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mine = {
+        "columns": ["text"],
+        "template": "{text} It was",
+        "words": {"0": "terrible", "1": "great"},
+        "id_order": ["0", "1"],
+    }
+    session = api.open_session(LLAMA, task=mine, train=SENTIMENT, **QUICK)
+    assert session.setup.task.family == "causal"
+    session.close()
+    with pytest.raises(
+        TaskError, match="'custom' is for masked models, and mezzo/llama-mini is causal; give it family='causal'"
+    ):
+        api.open_session(LLAMA, task={**mine, "family": "masked", "template": "It was [MASK]."}, train=SENTIMENT)
+
+
+@pytest.mark.parametrize(
     ("model", "task", "items", "changes"),
     [
         (ROBERTA, "sst-2", SENTIMENT, {}),
@@ -87,6 +128,15 @@ def test_every_readout_and_objective_trains_and_verifies(model, task, items, cha
     assert run.value is not None
     assert mezzo.verify(run.out).ok
     assert "digest" in repr(run)
+
+
+def test_rows_with_several_right_answers_keep_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    row = {"passage": "Ann met Bo.", "query": "@placeholder won", "entities": ["Ann", "Bo"], "answers": ["Bo", "Ann"]}
+    session = api.open_session(LLAMA, task="record", train=[row] * 2, dev=[row], **QUICK)
+    assert [prompt.right for prompt in session.setup.train_prompts] == [(0, 1)] * 2
+    assert session.setup.evaluate(session.engine, session.setup.splits.dev).value == 1
+    session.close()
 
 
 def test_text_reward_function_is_an_objective(write_rows, tmp_path):
@@ -214,7 +264,7 @@ def test_invalid_options_are_explained_in_one_line(write_rows, tmp_path):
     data = write_rows("train.jsonl", SENTIMENT)
     valid = {"task": "sst-2", "train": data, "dev": data, "out": str(tmp_path / "r"), **QUICK}
     for changes, error, message in (
-        ({"model": LLAMA, "task": "trec", "train": None}, TaskError, "masked, not causal"),
+        ({"task": "copa", "train": None}, TaskError, "causal, not masked"),
         ({"words": "negative=terrible"}, TaskError, "positive"),
         ({"words": "negative=terrible,positive=terrible"}, TaskError, "terrible"),
         ({"words": "negative=unwatchable,positive=great"}, TaskError, "unwatchable"),

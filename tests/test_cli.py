@@ -106,6 +106,18 @@ def test_tasks_are_listed_and_shown(capsys):
     assert shown["words"] == {"contradiction": "No", "entailment": "Yes", "neutral": "Maybe"}
     assert {"name", "template", "words", "metric", "example"} <= set(shown)
     assert "[MASK]" in shown["example"]
+    assert run(capsys, "tasks", "mnli")[1] == shown
+    assert run(capsys, "tasks", "mnli", "--family", "causal")[1]["example"].startswith("Suppose A man")
+    assert {task["family"] for task in run(capsys, "tasks", "--family", "causal")[1]} == {"causal"}
+    assert main(["tasks", "mnli"]) == 0
+    assert "for causal models: mezzo tasks mnli --family causal" in capsys.readouterr().out
+    assert main(["tasks", "mlni"]) == main(["tasks", "show"]) == main(["tasks", "rte", "mnli"]) == 2
+    shown = capsys.readouterr().err.splitlines()
+    assert shown == [
+        "mezzo: unknown task 'mlni'; did you mean 'mnli'?",
+        "mezzo: name the task to show: mezzo tasks NAME ('mezzo tasks' lists them)",
+        "mezzo: one task at a time: mezzo tasks rte",
+    ]
 
 
 def test_resume_extends_a_run_to_the_same_weights(tiny, tmp_path, capsys):

@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from mezzo.cli import commands, main
+from mezzo.config import RunConfig
+from mezzo.runs.datasets import splits_beside_train
 from tests.conftest import SENTENCES
 
 ROWS = [(text, label) for label, texts in SENTENCES.items() for text in texts]
@@ -89,7 +91,7 @@ MISTAKES = {
     "wrong label": Mistake(train(train="odd.csv"), "unknown label 'bad'", "labels are negative, positive"),
     "ids from one": Mistake(train(train="ids.csv"), "unknown label '2'", "ids are 0 negative, 1 positive"),
     "file not found": Mistake(train(train="review.csv"), "no file 'review.csv'", "did you mean 'reviews.csv'?"),
-    "other encoding": Mistake(train(train="latin.csv"), "not UTF-8", "--encoding latin-1"),
+    "other encoding": Mistake(train(train="latin.csv", encoding="utf-8"), "not UTF-8", "--encoding latin-1"),
     "no mask in the template": Mistake(train(template="{text} It was so."), "has no mask", "put [MASK]"),
     "no mask token": Mistake(train(model="maskless"), "has no mask token", "use a masked language model"),
     "unknown model": Mistake(train(model="roberta-hugh"), "neither bundled nor a local folder", "Pass a local folder"),
@@ -185,6 +187,40 @@ def test_the_advice_about_columns_works(folder, capsys):
     assert "columns are pairs such as text=body,label=stars, not 'note'" in capsys.readouterr().err
 
 
+def test_a_file_in_latin_1_is_read_and_said_in_one_line(folder, capsys):
+    assert call("eval", "--model", "model", "--task", "sst-2", "--data", "latin.csv") == 0
+    err = capsys.readouterr().err
+    assert "warning: latin.csv, line 2: not UTF-8 (byte 0xe9 at 7); the file is read as latin-1" in err
+    assert len(err.strip().splitlines()) == 1, err
+
+
+def test_a_k_shot_folder_gives_its_three_splits_and_says_so(folder, capsys):
+    Path("SST-2/4-13").mkdir(parents=True)
+    for split, rows in (("train", ROWS[:8]), ("dev", ROWS[:6]), ("test", ROWS[:10])):
+        lines = [f"{text}\t{int(label == 'positive')}" for text, label in rows]
+        Path(f"SST-2/4-13/{split}.tsv").write_text("\n".join(["sentence\tlabel", *lines]) + "\n")
+    typed = ("train", "--model", "model", "--task", "sst-2", "--steps", "1", "--out", "run", "--threads", "1")
+    assert call(*typed, "--train", "SST-2/4-13", "--json") == 0
+    out, err = capsys.readouterr()
+    assert "SST-2/4-13 also has dev.tsv as dev and test.tsv as test\n" in err
+    assert (json.loads(out)["tested_on"], json.loads(out)["n_test"]) == ("test", 10)
+    config = json.loads(Path("run/config.json").read_text())
+    assert (config["dev"], config["test"]) == (str(folder / "SST-2/4-13/dev.tsv"), str(folder / "SST-2/4-13/test.tsv"))
+    assert "8 examples" in err, "no row of train is held out"
+
+
+def test_only_what_is_not_given_is_taken_from_the_folder(folder):
+    for name in ("whole/train.csv", "whole/dev.csv", "whole/test.csv", "2-7/train.csv", "2-7/dev.csv", "2-7/test.csv"):
+        Path(name).parent.mkdir(exist_ok=True)
+        shutil.copy("reviews.csv", name)
+    found = lambda **options: splits_beside_train(RunConfig(**options))  # noqa: E731
+    assert found(train="2-7") == {"dev": "2-7/dev.csv", "test": "2-7/test.csv"}
+    assert found(train="2-7", dev="mine.csv") == {"test": "2-7/test.csv"}
+    assert found(train="2-7", k=2) == {}
+    assert found(train="whole") == {"dev": "whole/dev.csv"}, "a test file of GLUE has no labels"
+    assert found(train="reviews.csv") == found() == {}
+
+
 def test_a_learning_rate_that_is_too_high(folder, capsys):
     wild = {"space": "full", "steps": "60", "eval_every": "30", "eps": "1e-3"}
     assert call(*train(**wild, lr="3e-2", out="wild")) == 0
@@ -232,6 +268,8 @@ LITTLE_MEMORY = """
 import resource, sys
 import torch, transformers, mezzo.api
 from mezzo.cli import commands, main
+from mezzo.config import RunConfig
+from mezzo.runs.datasets import splits_beside_train
 torch.set_num_threads(1)
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (now + 600 * 2**20,) * 2)

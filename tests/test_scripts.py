@@ -110,7 +110,7 @@ def test_results_script_tabulates_zeroth_order_and_adam_runs(tmp_path):
     full, adam = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     assert full["zero_shot"] == adam["zero_shot"]
     assert full["zero_shot_calibrated"] == adam["zero_shot_calibrated"]
-    assert (full["forward_passes"], adam["steps"]) == (4, 2)
+    assert (full["example_forwards"], adam["steps"]) == (32, 2)
     assert all(0 <= row["dev"] <= 1 and 0 <= row["value"] <= 1 for row in (full, adam))
     assert f"| sst-2 | 4 | full@lr=1e-4 | {100 * full['zero_shot']:.1f} |" in done.stdout
 

@@ -26,7 +26,7 @@ from mezzo.runs.result import Run
 from mezzo.runs.session import Session
 from mezzo.runs.setup import Setup, resolve_setup
 from mezzo.runs.suggestion import propose_task, task_options
-from mezzo.tasks import Task, bundled_data, get_task
+from mezzo.tasks import Task, bundled_data
 from mezzo.tasks.proposal import Proposal
 from mezzo.types import StepRecord
 
@@ -79,11 +79,15 @@ def open_session(
     named = {*given, *(("objective",) if function else ())}
     values = {**(from_file(Path(config), named) if config else {}), **given}
     if isinstance(task, (Mapping, Task)):
-        values |= {"task": datasets.write_task(get_task(task))}
+        values |= {"task": datasets.write_task(datasets.match_family(task, resolve(values)))}
     values = with_task(values, rows.get("train"), observe)
     if rows:
         values |= datasets.save_rows(rows, resolve(values))
-    return new_run(resolve(values), observe, function)
+    resolved = resolve(values)
+    if found := datasets.splits_beside_train(resolved):
+        files = " and ".join(f"{Path(file).name} as {split}" for split, file in found.items())
+        observe("data", {"text": f"{resolved.train} also has {files}"})
+    return new_run(resolved, observe, function)
 
 
 def _is_path(value: Any) -> bool:

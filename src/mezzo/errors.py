@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 
 class MezzoError(Exception):
@@ -42,6 +42,10 @@ class RunFailed(MezzoError):
     exit_code = 1
 
 
+class MezzoWarning(UserWarning):
+    """Something was decided for the user that may not be what they meant. The command line shows it in one line."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether it is an out-of-memory error. On a CPU neither torch nor oneDNN has an exception class of its own for these."""
     words = ("DefaultCPUAllocator", "could not create a primitive", "bad_alloc")
@@ -55,7 +59,7 @@ def nearest(word: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
-def list_some(items: Sequence[str], limit: int = 10) -> str:
-    """The first items, comma-separated, and how many more there are."""
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more
+def join_names(names: Iterable[object], most: int = 12) -> str:
+    """`a, b, c`; of many, the first and how many there are."""
+    shown = [str(name) for name in names]
+    return ", ".join(shown[:most]) + (f", … ({len(shown)} in all)" if len(shown) > most else "")

@@ -63,7 +63,7 @@ class MeZOMLMTrainer(MeZOTrainer):
         cls, model: str, task: str | Mapping[str, Any] | Task, mlm: MLMConfig | None = None, **options: Any
     ) -> MeZOMLMTrainer:
         """Everything up to step 1: the model is loaded and checked, the run folder exists."""
-        stated = (mlm or MLMConfig()).apply(get_task(task, "masked"))
+        stated = (mlm or MLMConfig()).apply(get_task(task, "masked"), options.get("id_order"))
         given = {name: value for name, value in options.items() if value is not None}
         session = api.open_session(model, task=stated, readout="words", **given)
         values = {f.name: getattr(session.trainer, f.name) for f in dataclasses.fields(MeZOTrainer) if f.init}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +26,8 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """An encoded example. `position` is where the words readout looks (the mask; the last token of a causal prompt)."""
+    """An encoded example. `position` is where the words readout looks (the mask; the last token of a causal prompt).
+    `right` are the right candidates where there may be several; `label`, the one that is trained, is one of them."""
 
     ids: tuple[int, ...]
     label: int = -1
@@ -34,6 +35,7 @@ class Prompt:
     candidates: tuple[tuple[int, ...], ...] = ()
     segments: tuple[int, ...] = ()
     answers: tuple[str, ...] = ()
+    right: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,8 @@ class TrainedTensor:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What the journal keeps of a step. `losses` are per probe; a skipped step has no terms and says why."""
+    """What the journal keeps of a step. `losses` are per probe; a skipped step has no terms and says why. `notes` are the
+    figures by which a method decided, and from which it rebuilds what it remembers."""
 
     step: int
     losses: tuple[float, ...]
@@ -179,3 +182,4 @@ class StepRecord:
     update: Update
     lr: float
     skipped: str = ""
+    notes: Mapping[str, float] = field(default_factory=dict)

@@ -79,6 +79,14 @@ def test_calibrated_predictions_use_every_label_about_equally(seed, classes):
         assert abs(int(counts[0]) - int(counts[1])) <= 1
 
 
+def test_any_of_several_right_candidates_counts():
+    prompts = (Prompt((1,), label=0, right=(0, 2)), Prompt((1,), label=1, right=(1,)), Prompt((1,), label=1))
+    batch = Batch(prompts, Readout("candidates"))
+    assert evaluate_scores(np.eye(3)[[2, 1, 1]], batch, "accuracy").value == 1
+    assert evaluate_scores(np.eye(3)[[1, 2, 2]], batch, "accuracy").value == 0
+    assert evaluate_scores(np.eye(3)[[0, 0, 0]], batch, "accuracy").value == pytest.approx(1 / 3)
+
+
 def test_confidence_intervals():
     low, high = wilson_interval(0.8, 400)
     assert (round(low, 3), round(high, 3)) == (0.758, 0.836)

@@ -200,6 +200,7 @@ def valid_bytes(suffix: str, folder: Path) -> bytes:
     return f"text{separator}label\na dull film{separator}negative\na warm film{separator}positive\n".encode()
 
 
+@pytest.mark.filterwarnings("ignore::mezzo.errors.MezzoWarning")
 @settings(QUICK, max_examples=150)
 @given(
     suffix=st.sampled_from(FILE_TYPES), junk=st.binary(max_size=60), where=st.integers(0, 900), only_junk=st.booleans()

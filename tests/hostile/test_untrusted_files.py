@@ -300,7 +300,7 @@ def test_parquet_bomb_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".zip", ".bz2"])
 def test_compressed_files_are_refused(suffix, tmp_path):
     (tmp_path / f"data.jsonl{suffix}").write_bytes(b"\x1f\x8b" + bytes(100))
-    with pytest.raises(DataError, match="unknown file type"):
+    with pytest.raises(DataError, match="is a gzip file, not text"):
         load_examples(str(tmp_path / f"data.jsonl{suffix}"), "sst-2")
 
 

@@ -24,6 +24,7 @@ WORD_MARKS = {
     "wordpiece": ("", ""),
 }
 MASKED = [task for task in list_tasks() if task.family == "masked"]
+CAUSAL = [task for task in list_tasks() if task.family == "causal" and task.kind == "classification"]
 
 
 def words_of(tokenizer: Any, **changes: Any) -> tuple[int, ...]:
@@ -62,6 +63,12 @@ def test_bundled_model_has_every_label_word_as_one_token() -> None:
     tokenizer = TokenizerWrapper(load_tokenizer("mezzo/roberta-mini"))
     for task in MASKED:
         assert len(set(label_word_ids(tokenizer, task))) == len(task.labels), task.name
+
+
+@pytest.mark.parametrize("task", CAUSAL, ids=lambda task: task.name)
+def test_bundled_causal_model_has_every_answer_as_one_token(task: Task) -> None:
+    readout = Encoder(task, load_tokenizer("mezzo/llama-mini"), max_length=512).readout
+    assert readout.kind == "words" and len(readout.words) == len(task.labels)
 
 
 def test_word_of_several_tokens_is_rejected_with_alternatives(roberta: Any) -> None:

@@ -105,10 +105,11 @@ def test_undeclared_id_order_is_rejected() -> None:
         load_examples([{"text": "a", "label": 0}], task, id_order=["maybe", "no"])
 
 
-def test_mlm_config_ids_are_the_ids_of_the_data() -> None:
-    task = MLMConfig(label_word_mapping={0: "Yes", 1: "Maybe", 2: "No"}).apply(get_task("mnli"))
-    labels = [example.label for example in load_examples(rows("mnli", [2, "0"]), task)]
-    assert [task.words[label] for label in labels] == ["No", "Yes"]
+def test_mlm_config_ids_are_those_of_the_stated_source() -> None:
+    config = MLMConfig(label_word_mapping={0: "Yes", 1: "Maybe", 2: "No"})
+    task = config.apply(get_task("mnli"), "hub")
+    labels = [example.label for example in load_examples(rows("mnli", [2, "0", "neutral"]), task, id_order="hub")]
+    assert [task.words[label] for label in labels] == ["No", "Yes", "Maybe"]
 
 
 def test_k_shot_folders_and_headerless_files_use_the_lm_bff_order(tmp_path: Path) -> None:
@@ -121,6 +122,40 @@ def test_k_shot_folders_and_headerless_files_use_the_lm_bff_order(tmp_path: Path
         assert words("trec", source, split=split, id_order="hub") == ["Expression", "Description"]
     (folder / "dev.jsonl").write_text(json.dumps(rows("mnli", [0])[0]), encoding="utf-8")
     assert words("mnli", folder, split="dev") == ["No"]
+
+
+def test_ag_news_counts_from_1_in_its_csv_files_and_from_0_on_the_hub(tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    path.write_text('"4","New chip","A chip was announced."\n"1","Summit","Leaders met."\n', encoding="utf-8")
+    assert words("ag-news", path) == ["technology", "world"]
+    assert [example.fields["text"] for example in load_examples(path, "ag-news")][1] == "Leaders met."
+    assert words("ag-news", rows("ag-news", [3, 0]), id_order="hub") == ["technology", "world"]
+    assert words("ag-news", rows("ag-news", ["Sci/Tech", "World"])) == ["technology", "world"]
+    with pytest.raises(DataError, match=r"several id orders \(hub: 0 world, .*; csv: 1 world, .* --id-order hub"):
+        words("ag-news", rows("ag-news", [1]))
+
+
+def test_columns_of_topic_data_sets_are_known() -> None:
+    assert words("banking77", [{"text": "a", "category": "age_limit"}, {"text": "b", "category": "change pin"}]) == [
+        "age",
+        "change",
+    ]
+    assert words("emotion", [{"text": "a", "label": 3}]) == ["angry"]
+
+
+def test_unknown_label_is_answered_by_what_to_do() -> None:
+    with pytest.raises(DataError) as caught:
+        words("sst-2", rows("sst-2", ["awful"]))
+    remedy = "rename it, or give a task file that lists it under label_aliases"
+    assert str(caught.value) == f"the data, row 1: unknown label 'awful'; labels are negative, positive; {remedy}"
+    with pytest.raises(DataError, match=r"labels are activate_my_card, .*card_arrival, … \(77 in all\); rename it"):
+        words("banking77", rows("banking77", ["???"]))
+
+
+def test_label_text_outranks_the_id_beside_it() -> None:
+    assert words("trec", [{"text": "a", "label": 0, "label_text": "HUM"}]) == ["Human"]
+    assert words("sst-2", [{"text": "a", "label": 0, "label_text": "a remark"}]) == ["terrible"]
+    assert words("sst-2", [{"text": "a", "label": 0, "label_text": "pos"}], columns={"label": "label"}) == ["terrible"]
 
 
 def test_label_names_in_a_parquet_file_define_its_ids(tmp_path: Path) -> None:

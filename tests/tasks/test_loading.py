@@ -108,6 +108,55 @@ def test_published_file_layouts_are_read(name: str, tmp_path: Path) -> None:
     assert first == Example(dict(zip(task.columns, texts, strict=True)), task.labels.index(label))
 
 
+# Files of the public archives by task: name, bytes, and what is read from them.
+ARCHIVES: dict[str, tuple[str, dict[str, bytes], list[tuple[str, str]]]] = {
+    "trec": ("trec", {"train_5500.label": b"HUM:ind Who was Hr\xf0lf ?\n"}, [("Who was Hrðlf ?", "human")]),
+    "trec of sent-conv": ("trec", {"TREC.train.all": b"3 Who was Hr\xf0lf ?\n"}, [("Who was Hrðlf ?", "human")]),
+    "mr of sent-conv": ("mr", {"rt-polarity.all": b"1 a souffl\xe9\n"}, [("a soufflé", "positive")]),
+    "mr": (
+        "mr",
+        {"rt-polarity.neg": b"dull \x96 so dull\n", "rt-polarity.pos": b"fun\n", "README.txt": b"1 about"},
+        [("dull – so dull", "negative"), ("fun", "positive")],
+    ),
+    "cr": (
+        "cr",
+        {"custrev.pos": b"it works\n", "custrev.neg": b"caf\xe9\nit broke\n"},
+        [("café", "negative"), ("it broke", "negative"), ("it works", "positive")],
+    ),
+    "mpqa": (
+        "mpqa",
+        {"mpqa.pos": b"welcomed\n", "mpqa.neg": b"feared\n"},
+        [("feared", "negative"), ("welcomed", "positive")],
+    ),
+    "subj": (
+        "subj",
+        {"plot.tok.gt9.5000": b"two men leave\n", "quote.tok.gt9.5000": b"a na\xefve film\n"},
+        [("two men leave", "objective"), ("a naïve film", "subjective")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_files_of_public_archives_are_read_as_they_are(name: str, tmp_path: Path) -> None:
+    task, files, expected = ARCHIVES[name]
+    for file, content in files.items():
+        (tmp_path / file).write_bytes(content)
+    source = tmp_path if len(files) > 1 else tmp_path / next(iter(files))
+    read = load_examples(source, task, split="train")
+    assert [(example.fields["text"], get_task(task).labels[example.label]) for example in read] == expected
+
+
+def test_folder_without_a_file_for_every_label_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path / "rt-polarity.neg", "dull\n")
+    with pytest.raises(DataError, match=r"is a folder: no file for split 'train'; found no data files$"):
+        load_examples(tmp_path, "mr", split="train")
+    write(tmp_path / "rt-polarity.pos", "fun\n")
+    with pytest.raises(DataError, match=r"is a folder: no file for split 'test'; found no data files$"):
+        load_examples(tmp_path, "mr", split="test")
+    write(tmp_path / "train.txt", "1 good\n")
+    assert [example.fields["text"] for example in load_examples(tmp_path, "mr", split="train")] == ["good"]
+
+
 def test_tsv_quotes_are_text_unless_the_cell_was_quoted(tmp_path: Path) -> None:
     lines = ['"no" he said\t0', '"Yes!"\t1', '"a ""big"" film"\t1', 'an "odd\t0']
     path = write(tmp_path / "a.tsv", "text\tlabel\n" + "\n".join(lines))

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import builtins
 import csv
+import gzip
+import io
 import json
+import lzma
+import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +17,23 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mezzo.errors import DataError
-from mezzo.tasks import load_examples, readers
+from mezzo.errors import DataError, MezzoWarning
+from mezzo.tasks import get_task, load_examples, readers
 
 GOOD = json.dumps({"text": "fine", "label": "positive"})
 
 NO_LABEL = "no label; give one, or leave out such rows with --skip-unlabelled (labelled='skip')"
 MAC = ": it has the line endings of old Macs (CR); save it with Unix ones (LF)"
+
+GIVE = "and give one of .jsonl, .ndjson, .json, .tsv, .csv, .txt, .all, .label, .parquet"
+
+
+def zipped() -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("train.csv", "text,label")
+    return content.getvalue()
+
 
 # file name → (content, what comes after the file's path)
 BROKEN: dict[str, tuple[bytes, str]] = {
@@ -65,19 +80,11 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "labels.csv": (
         b"text,label\na,1\nb,\nc,bad\nd,\n" + b"e,bad\n" * 9,
         f", lines 3, 5: {NO_LABEL}; also lines 4, 6, 7, 8, 9, 10, 11, 12: unknown label 'bad'; labels are negative, positive"
-        "; and 2 more rows",
+        "; rename it, or give a task file that lists it under label_aliases; and 2 more rows",
     ),
     "unlabelled.csv": (
         b"text,label\n" + b"a,\n" * 13,
         f", lines 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 3 more: {NO_LABEL}",
-    ),
-    "latin.jsonl": (
-        GOOD.encode() + b'\n{"text": "caf\xe9", "label": 1}\n',
-        ", line 2: not UTF-8 (byte 0xe9 at 14); save the file as UTF-8, or pass --encoding latin-1",
-    ),
-    "latin.json": (
-        b'[\n{"text": "caf\xe9", "label": 1}]',
-        ", line 2: not UTF-8 (byte 0xe9 at 14); save the file as UTF-8, or pass --encoding latin-1",
     ),
     "utf16.csv": (
         "text,label\na,1\n".encode("utf-16"),
@@ -109,8 +116,14 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "not.parquet": (b"PAR0", ": not a parquet file ("),
     "data.xml": (
         b"<a/>",
-        ": unknown file type '.xml'; use one of .jsonl, .ndjson, .json, .tsv, .csv, .txt, .parquet",
+        ": unknown file type '.xml'; use one of .jsonl, .ndjson, .json, .tsv, .csv, .txt, .all, .label, .parquet",
     ),
+    "archive.zip": (zipped(), f" is a zip archive, not text; unpack or convert it, {GIVE}"),
+    "archive.csv": (zipped(), f" is a zip archive, not text; unpack or convert it, {GIVE}"),
+    "lines.txt.gz": (gzip.compress(b"1 fine"), f" is a gzip file, not text; unpack or convert it, {GIVE}"),
+    "lines.xz": (lzma.compress(b"1 fine"), f" is an xz file, not text; unpack or convert it, {GIVE}"),
+    "table.jsonl": (b"PAR1....", f" is a parquet file, not text; unpack or convert it, {GIVE}"),
+    "pickle.csv": (pickle.dumps({"text": "a\0"}), " is a binary file, not text; give one of .jsonl, .ndjson, .json,"),
 }
 
 
@@ -124,7 +137,7 @@ def test_broken_file_gives_a_one_line_error(name: str, tmp_path: Path) -> None:
     shown = str(caught.value)
     assert "\n" not in shown
     assert shown.startswith(f"{path}{message}")
-    assert shown == f"{path}{message}" or message.endswith("(")  # pyarrow's own words follow
+    assert shown == f"{path}{message}" or message.endswith(("(", ","))  # pyarrow's own words, or a list, follow
 
 
 def test_semicolons_in_text_are_allowed(tmp_path: Path) -> None:
@@ -174,6 +187,41 @@ def test_long_cells_are_read(tmp_path: Path) -> None:
     path = tmp_path / "long.csv"
     path.write_text("text,label\n" + "x" * 200_000 + ",1\n", encoding="utf-8")
     assert len(load_examples(path, "sst-2")[0].fields["text"]) == 200_000
+
+
+LATIN = {
+    "latin.jsonl": (GOOD.encode() + b'\n{"text": "caf\xe9", "label": 1}\n', "line 2: not UTF-8 (byte 0xe9 at 14)"),
+    "latin.json": (b'[\n{"text": "caf\xe9", "label": 1}]', "line 2: not UTF-8 (byte 0xe9 at 14)"),
+    "latin.txt": (b"1 caf\xe9\n", "line 1: not UTF-8 (byte 0xe9 at 6)"),
+    "latin.csv": (b"text,label\ncaf\xe9,1\n", "line 2: not UTF-8 (byte 0xe9 at 4)"),
+    "latin.tsv": (b"text\tlabel\ncaf\xe9\t1\n", "line 2: not UTF-8 (byte 0xe9 at 4)"),
+}
+
+
+@pytest.mark.parametrize("name", LATIN)
+def test_file_that_is_not_utf_8_is_read_as_latin_1_with_a_warning(name: str, tmp_path: Path) -> None:
+    content, problem = LATIN[name]
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.warns(MezzoWarning) as shown:
+        assert load_examples(path, "sst-2")[-1].fields == {"text": "café"}
+    assert [str(each.message) for each in shown] == [
+        f"{path}, {problem}; the file is read as latin-1 (--encoding NAME if it is another)"
+    ]
+    with pytest.raises(DataError) as caught:
+        load_examples(path, "sst-2", encoding="utf-8")
+    assert str(caught.value) == f"{path}, {problem}; save the file as UTF-8, or pass --encoding latin-1"
+
+
+def test_encoding_of_the_published_files_needs_no_option_and_no_warning(tmp_path: Path) -> None:
+    path = tmp_path / "all.txt"
+    path.write_bytes(b"1 a souffl\xe9 \x96 of sorts\x85 good\n")
+    assert load_examples(path, "mr")[0].fields == {"text": "a soufflé – of sorts… good"}
+    assert load_examples(path, get_task("mr", "causal"))[0].fields == {"text": "a soufflé – of sorts… good"}
+    path.write_bytes(b"3 Who was Ed Hr\xf0lf ?\n")
+    assert load_examples(path, "trec")[0].fields == {"text": "Who was Ed Hrðlf ?"}
+    path.write_text("1 a soufflé – of sorts\n", encoding="utf-8")  # a copy that somebody converted
+    assert load_examples(path, "mr")[0].fields == {"text": "a soufflé – of sorts"}
 
 
 def test_encoding_can_be_chosen(tmp_path: Path) -> None:
@@ -238,6 +286,7 @@ fragments = st.sampled_from(
 )
 
 
+@pytest.mark.filterwarnings("ignore::mezzo.errors.MezzoWarning")
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     content=st.binary(max_size=60) | st.lists(fragments, max_size=30).map(lambda parts: "".join(parts).encode()),

@@ -13,6 +13,7 @@ from mezzo.errors import TaskError
 from mezzo.tasks import MLMConfig, Task, bundled_data, get_task, list_tasks
 from mezzo.types import Example
 
+FAMILIES = ("masked", "causal")
 T1 = "*cls**sent_0*_It_was*mask*.*sep+*"
 T2 = "*cls**sent-_0*?*mask*,*+sentl_1**sep+*"
 T3 = "*cls**sent_0**mask*,*+sentl_1**sep+*"
@@ -63,10 +64,10 @@ CAUSAL: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         'Suppose A. Can we infer that "b"? Yes, No, or Maybe?\n',
         ["Yes", "No", "Maybe"],
     ),
-    "boolq": ({"passage": "P.", "question": "is it"}, "P. is it?\n", ["Yes", "No"]),
+    "boolq": ({"passage": "P.", "question": "is it"}, "P. Is it?\n", ["Yes", "No"]),
     "wsc": (
-        {"text": "T.", "span1": "the cup", "span2": "it"},
-        'T.\nIn the previous sentence, does the pronoun "it" refer to the cup? Yes or No?\n',
+        {"text": "T.", "span1": "The cup", "span2": "It"},
+        'T.\nIn the previous sentence, does the pronoun "it" refer to The cup? Yes or No?\n',
         ["No", "Yes"],
     ),
     "wic": (
@@ -101,12 +102,53 @@ CAUSAL: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     ),
 }
 
+# tasks that were published for the other family, or not with a prompt: rendered for texts A., B., C., and the words
+PAIR_3 = 'Suppose A. Can we infer that "B."? Yes, No, or Maybe?\n'
+INTENTS = 77
+OURS: dict[tuple[str, str], tuple[str, list[str] | int]] = {
+    **{("causal", name): ("A. It was", ["terrible", "great"]) for name in ("mr", "cr", "mpqa", "reviews")},
+    ("causal", "sst-5"): ("A. It was", list(DEGREES.values())),
+    ("causal", "subj"): ("A. This is", ["subjective", "objective"]),
+    ("causal", "cola"): ("A. This is", ["incorrect", "correct"]),
+    ("causal", "trec"): ("Question: A.\nAnswer type:", list(TREC.values())),
+    **{("causal", name): (PAIR_3, ["No", "Yes", "Maybe"]) for name in ("mnli", "snli", "pairs")},
+    ("causal", "qnli"): ('B.\nDoes this answer the question "A."? Yes or No?\n', ["Yes", "No"]),
+    ("causal", "mrpc"): ("A.\nB.\nDo these two sentences mean the same? Yes or No?\n", ["No", "Yes"]),
+    ("causal", "qqp"): ("A.\nB.\nDo these two questions ask the same? Yes or No?\n", ["No", "Yes"]),
+    ("masked", "cb"): ("A? [MASK], b.", ["Yes", "No", "Maybe"]),
+    ("masked", "boolq"): ("A. B.? [MASK].", ["Yes", "No"]),
+    ("masked", "wsc"): ('A. Does "b." refer to C.? [MASK].', ["No", "Yes"]),
+    ("masked", "wic"): ('B. C. Does "A." have the same meaning? [MASK].', ["No", "Yes"]),
+    ("masked", "multirc"): ('A. B. Is "C." correct? [MASK].', ["No", "Yes"]),
+    ("masked", "ag-news"): ("A. This news is about [MASK].", ["world", "sports", "business", "technology"]),
+    ("causal", "ag-news"): ("A. This news is about", ["world", "sports", "business", "technology"]),
+    ("masked", "emotion"): ("A. I felt [MASK].", ["sad", "happy", "loving", "angry", "afraid", "surprised"]),
+    ("causal", "emotion"): ("A. I felt", ["sad", "happy", "loving", "angry", "afraid", "surprised"]),
+    ("masked", "banking77"): ("A. This is about [MASK].", INTENTS),
+    ("causal", "banking77"): ("A. This is about", INTENTS),
+}
+
 
 @pytest.mark.parametrize("name", MASKED)
 def test_masked_task_matches_the_published_one(name: str) -> None:
     task = get_task(name)
     assert (task.template, task.word_of, task.max_length, task.metric) == MASKED[name]
     assert task.family == "masked"
+
+
+# The most tokens of the first and of each other text, in the published scripts.
+LIMITS = {
+    "sst-5": (110, 20),
+    **dict.fromkeys(("mr", "cr", "subj"), (110, 50)),
+    **dict.fromkeys(("trec", "mpqa"), (110, None)),
+    **dict.fromkeys(("mnli", "rte"), (240, None)),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_limits_of_texts_are_the_published_ones(name: str) -> None:
+    task = get_task(name)
+    assert (task.first_limit, task.other_limit) == LIMITS.get(name, (None, None))
 
 
 @pytest.mark.parametrize("name", CAUSAL)
@@ -122,11 +164,31 @@ def test_copa_effect_prompt_ends_with_so() -> None:
     assert get_task("copa").render(Example(fields)) == "It fell so"
 
 
+@pytest.mark.parametrize(("family", "name"), OURS)
+def test_task_of_the_other_family_asks_in_plain_words(family: Any, name: str) -> None:
+    task = get_task(name, family)
+    texts = dict(zip(task.columns, ("A.", "B.", "C."), strict=False))
+    prompt, words = OURS[family, name]
+    assert task.render(Example(texts)) == prompt
+    assert (len(task.words) if isinstance(words, int) else list(task.words)) == words
+    assert task.max_length == (2048 if family == "causal" else get_task(name, "masked").max_length)
+
+
 def test_no_other_tasks_are_registered() -> None:
     listed = [(task.family, task.name) for task in list_tasks()]
-    assert sorted(listed) == sorted(
-        [("masked", name) for name in MASKED] + [("causal", name) for name in (*CAUSAL, "reviews")]
-    )
+    published = [("masked", name) for name in MASKED] + [("causal", name) for name in CAUSAL]
+    assert sorted(listed) == sorted([*published, *OURS])
+
+
+def test_every_classification_task_exists_for_both_families() -> None:
+    named = {
+        family: {t.name for t in list_tasks() if (t.family, t.kind) == (family, "classification")}
+        for family in FAMILIES
+    }
+    assert named["masked"] == named["causal"]
+    for name in named["masked"]:
+        masked, causal = get_task(name, "masked"), get_task(name, "causal")
+        assert (masked.labels, masked.columns, masked.metric) == (causal.labels, causal.columns, causal.metric)
 
 
 @pytest.mark.parametrize("task", list_tasks(), ids=lambda task: f"{task.family}-{task.name}")
@@ -139,6 +201,7 @@ def test_task_description_and_dict_round_trip(task: Task) -> None:
 
 def test_task_name_spelling_is_lenient_and_family_selects() -> None:
     assert get_task("SST2") is get_task("sst_2") is get_task("sst-2")
+    assert get_task("AG_News") is get_task("ag-news")
     assert get_task("sst-2", "causal").family == "causal"
     assert get_task("copa").family == "causal"
     assert get_task(get_task("rte")) is get_task("rte")
@@ -216,8 +279,8 @@ def test_missing_key_file_or_name_is_an_error(tmp_path: Path) -> None:
         get_task("mnil")
     with pytest.raises(TaskError, match=r"^unknown task 'qqqqqqqq'; known: sst-2, .*or a path that ends in .toml$"):
         get_task("qqqqqqqq")
-    with pytest.raises(TaskError, match=r"^task 'mnli' is masked, not causal; the causal tasks are boolq"):
-        get_task("mnli", "causal")
+    with pytest.raises(TaskError, match=r"^task 'copa' is causal, not masked; the masked tasks are ag-news, "):
+        get_task("copa", "masked")
     with pytest.raises(TaskError, match="is masked, but causal was requested"):
         get_task({**MINE, "family": "masked"}, "causal")
     assert get_task({**MINE, "template": "It was"}, "causal").family == "causal"
@@ -235,20 +298,40 @@ def test_replace_validates_the_new_task() -> None:
 
 
 def test_mlm_config_accepts_label_names_or_ids() -> None:
-    sst2, mnli = get_task("sst-2"), get_task("mnli")
+    sst2 = get_task("sst-2")
     named = MLMConfig("{text} So [MASK].", {"positive": "good", "negative": "bad"}).apply(sst2)
     assert (named.template, named.word_of) == ("{text} So [MASK].", {"negative": "bad", "positive": "good"})
     assert MLMConfig(label_word_mapping={0: "bad", 1: "good"}).apply(sst2).word_of == named.word_of
     assert MLMConfig(label_word_mapping={"0": "bad", "1": "good"}).apply(sst2).word_of == named.word_of
     assert MLMConfig(use_space_prefix=False).apply(sst2).space_prefix is False
-    # sources disagree on MNLI's ids, so the ids themselves become the labels, unless the task says which source
-    by_id = MLMConfig(label_word_mapping={0: "Yes", 1: "Maybe", 2: "No"})
-    assert by_id.apply(mnli).word_of == {"0": "Yes", "1": "Maybe", "2": "No"}
-    assert by_id.apply(mnli.replace(id_order="hub")).word_of == mnli.word_of
-    with pytest.raises(TaskError, match="label_word_mapping has ids"):
+    assert MLMConfig(label_word_mapping={"NEG": "bad", "Positive": "good"}).apply(sst2).word_of == named.word_of
+    with pytest.raises(TaskError) as caught:
         MLMConfig(label_word_mapping={1: "bad", 2: "good"}).apply(sst2)
+    assert str(caught.value) == (
+        "the words are mapped by ids 1, 2, and id 0 has no pair;"
+        " map label names, such as {'negative': 'terrible', 'positive': 'great'}"
+    )
     with pytest.raises(TaskError, match="a word for 'postive', but the labels are negative, positive; did you mean"):
         MLMConfig(label_word_mapping={"negative": "bad", "postive": "good"}).apply(sst2)
+
+
+def test_ids_whose_meaning_differs_between_sources_are_not_guessed() -> None:
+    by_id, mnli = MLMConfig(label_word_mapping={0: "No", 1: "Yes", 2: "Maybe"}), get_task("mnli")
+    with pytest.raises(TaskError) as caught:
+        by_id.apply(mnli)
+    assert str(caught.value) == (
+        "the words are mapped by ids, which mean different labels (hub: 0 entailment, 1 neutral, 2 contradiction; lm-bff: "
+        "0 contradiction, 1 entailment, 2 neutral); map label names, such as {'contradiction': 'No', 'entailment': 'Yes',"
+        " 'neutral': 'Maybe'}, or state whose ids they are, such as --id-order hub"
+    )
+    assert by_id.apply(mnli, "lm-bff").word_of == by_id.apply(mnli.replace(id_order="lm-bff")).word_of == NLI
+    assert by_id.apply(mnli, "hub").word_of["entailment"] == "No"
+    by_csv = MLMConfig(label_word_mapping=dict(enumerate(("a", "b", "c", "d"), 1)))
+    assert by_csv.apply(get_task("ag-news"), "csv").words == ("a", "b", "c", "d")
+    with pytest.raises(
+        TaskError, match=r"mapped by ids, which have no declared order; map label names, such as \{'a': "
+    ):
+        MLMConfig(label_word_mapping={0: "x", 1: "y"}).apply(get_task(MINE))
 
 
 def test_bundled_data_is_none_for_tasks_without_data() -> None:

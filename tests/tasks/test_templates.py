@@ -77,6 +77,12 @@ def test_slot_changes_its_text(slot: Slot, text: str, shown: str) -> None:
         ("{0}[MASK], {1:l}", T3, TWO),
         ("{0} [MASK], {1:l}", T3, TWO),
         (", so [MASK].", "*cls**sent_0*,_so*mask*.*sep+*", ONE),
+        ("[MASK]:", T5, ONE),
+        ("[MASK] question:", "*cls**mask*_question:*+sent_0**sep+*", ONE),
+        ("{sentence} It was [mask].", T1, ONE),
+        ("{Text} It was {mask}.", T1, ONE),
+        ("{sentence1:-}? <MASK>, {question2:l}", T2, TWO),
+        ("[Review] {text} It was [MASK].", "*cls*[Review]*+sent_0*_It_was*mask*.*sep+*", ONE),
         ("{{x}} {text} [MASK]", "*cls*{x}*+sent_0**mask**sep+*", ONE),
         ("{text:u?}[MASK] *now*", None, ONE),
     ],
@@ -109,7 +115,28 @@ INVALID = {
         "the template '{premise}? [MASK]' has no slot for 'hypothesis'; add {hypothesis} (or *sent_1*)"
     ),
     (T1, TWO, "masked"): f"the template {T1!r} has no slot for 'hypothesis'; add {{hypothesis}} (or *sent_1*)",
-    ("{txt} [MASK]", ONE, "masked"): "the template names 'txt', but the columns are text; did you mean 'text'?",
+    ("{txt} [MASK]", ONE, "masked"): "the template has {txt}, and the task's texts are {text}; did you mean 'text'?",
+    ("{text}? [MASK], {hypothesis}", TWO, "masked"): (
+        "the template has {text}, and the task's texts are {premise}, {hypothesis}"
+    ),
+    (
+        "[TEXT] It was [MASK].",
+        ONE,
+        "masked",
+    ): "'[TEXT]' in the template would be ordinary text; write {text} for the text",
+    ("[X] It was", ONE, "causal"): "'[X]' in the template would be ordinary text; write {text} for the text",
+    ("[sentence] It was [MASK].", ONE, "masked"): (
+        "'[sentence]' in the template would be ordinary text; write {text} for the text"
+    ),
+    ("[PREMISE]? [MASK], {hypothesis}", TWO, "masked"): (
+        "'[PREMISE]' in the template would be ordinary text; write {premise} for the text"
+    ),
+    ("[CLS] {text} It was [MASK].", ONE, "masked"): (
+        "'[CLS]' in the template would be ordinary text; leave it out, it is added by itself"
+    ),
+    ("{text} It was [MASK].</s>", ONE, "masked"): (
+        "'</s>' in the template would be ordinary text; leave it out, it is added by itself"
+    ),
     ("{2} {0} {1} [MASK]", TWO, "masked"): (
         "the template '{2} {0} {1} [MASK]' has a slot 2, but the task's texts are 0 to 1 (premise, hypothesis)"
     ),
@@ -117,7 +144,7 @@ INVALID = {
     ("*cls**sent_x**mask*", ONE, "masked"): "unknown token '*sent_x*' in the template; did you mean 'sent_0'?",
     ("{text [MASK]", ONE, "masked"): "a lone '{' in the template; write '{{' for the character itself",
     ("{text:k} [MASK]", ONE, "masked"): (
-        "unknown change 'k' in '{text:k}'; use l or u (first letter), - or one of ?!.,;:"
+        "unknown change 'k' in '{text:k}'; use l or u (first letter), L (all letters), - or one of ?!.,;:"
     ),
     ("so [MASK]", ("a", "b", "c"), "masked"): (
         "a template without slots fits one or two texts, but the task has a, b, c; add slots"

@@ -71,7 +71,7 @@ def bench(
     cases: list[Case] = []
     for model in config.model.split(","):
         name = model.strip().removeprefix("mezzo/")
-        case = Case(config, name, config.batch_size or 16, length, config.samples, spread)
+        case = Case(config, name, config.batch_size or 16, length, config.samples or 1, spread)
         cases += SWEEPS[sweep](case) if sweep else (case,)
     for case in cases:  # all before the first is timed: an error in the last one must not cost the others
         check_case(case)

@@ -16,7 +16,7 @@ from mezzo import api, reports
 from mezzo.cli.parser import given_options
 from mezzo.cli.progress import show_progress, show_summary
 from mezzo.config import OPTIONS, from_file
-from mezzo.errors import ConfigError, DataError
+from mezzo.errors import ConfigError, DataError, join_names
 from mezzo.journal.atomic_files import json_safe, write_atomically
 from mezzo.parallel.transports import torchrun
 from mezzo.runs.folder import Folder
@@ -139,47 +139,55 @@ def _watch(options: Namespace) -> Any:
 
 
 def tasks(options: Namespace) -> Any:
-    wanted = {"show": "task", "suggest": "data file", "new": "data file"}.get(options.action)
-    if wanted and not options.name:
-        raise ConfigError(
-            f"name the {wanted} to {options.action}: mezzo tasks {options.action} NAME ('mezzo tasks' lists the tasks)"
-        )
-    return {"list": _list_tasks, "show": _show_task, "suggest": _suggest_task, "new": _new_task}[options.action](
-        options
-    )
-
-
-def _list_tasks(options: Namespace) -> Any:
-    every = [task.describe() for task in list_tasks()]
+    actions = {"show": _show_task, "suggest": _suggest_task, "new": _new_task}
+    first, *names = options.name or ["list"]
+    if first not in (*actions, "list"):
+        first, names = "show", options.name
+    wanted = "task" if first in ("show", "list") else "data file"
+    command = "mezzo tasks" if wanted == "task" else f"mezzo tasks {first}"
+    if len(names) > 1:
+        raise ConfigError(f"one {wanted} at a time: {command} {names[0]}")
+    if names:
+        return actions.get(first, _show_task)(options, names[0])
+    if first != "list":
+        example = "NAME ('mezzo tasks' lists them)" if wanted == "task" else "FILE"
+        raise ConfigError(f"name the {wanted} to {first}: {command} {example}")
+    every = [task.describe() for task in list_tasks() if options.family in (None, task.family)]
     lines = [
-        f"{t['name']:<9} {t['family']:<7} {t['metric']:<9} {', '.join(t['words'].values()) or t['kind']}" for t in every
+        f"{t['name']:<9} {t['family']:<7} {t['metric']:<9} {join_names(t['words'].values()) or t['kind']}"
+        for t in every
     ]
     _show(options, "\n".join(lines))
     return every
 
 
-def _show_task(options: Namespace) -> Any:
-    task = get_task(options.name, options.family).describe()
-    _show(options, "\n".join(f"{key:<11} {_one_line(value)}" for key, value in task.items()))
-    return task
+def _show_task(options: Namespace, name: str) -> Any:
+    task = get_task(name, options.family)
+    shown = task.describe()
+    lines = [f"{key:<11} {_one_line(value)}" for key, value in shown.items()]
+    others = [t.family for t in list_tasks() if t.name == task.name and t.family != task.family]
+    if others and not options.family:
+        lines.append(f"also        for {others[0]} models: mezzo tasks {task.name} --family {others[0]}")
+    _show(options, "\n".join(lines))
+    return shown
 
 
-def _suggest_task(options: Namespace) -> Any:
-    proposal = api.suggest_task(options.name, **given_options(options))
+def _suggest_task(options: Namespace, data: str) -> Any:
+    proposal = api.suggest_task(data, **given_options(options))
     lines = [f"  {bits:>5.3f} bits  {one_line(template)}" for template, bits in proposal.ranking]
     head = ["templates, by what a text tells about the untrained model's answer:"] if lines else []
     _show(options, "\n".join([str(proposal), *head, *lines]))
     return proposal.to_dict()
 
 
-def _new_task(options: Namespace) -> Any:
-    out = Path(options.out or f"{Path(options.name).stem}.toml")
+def _new_task(options: Namespace, data: str) -> Any:
+    out = Path(options.out or f"{Path(data).stem}.toml")
     if out.suffix != ".toml":
         raise ConfigError(f"a task file ends in .toml; {out} does not")
     if out.exists():
         raise ConfigError(f"{out} exists already; choose another --out, or delete it")
-    proposal = api.suggest_task(options.name, **given_options(options))
-    use = f"mezzo train --task {shlex.quote(str(out))} --train {shlex.quote(options.name)}"
+    proposal = api.suggest_task(data, **given_options(options))
+    use = f"mezzo train --task {shlex.quote(str(out))} --train {shlex.quote(data)}"
     use += " --readout head" if proposal.head else ""
     others = [template for template, _ in proposal.ranking[1:]]
     write_atomically(out, to_toml(proposal.task, [f"Train with: {use}"], others).encode())

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mezzo.cli.parser import build_parser
-from mezzo.errors import MezzoError, is_out_of_memory
+from mezzo.errors import MezzoError, MezzoWarning, is_out_of_memory
 from mezzo.journal.atomic_files import json_safe
 
 # Load per core from which on a machine counts as busy.
@@ -28,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from mezzo.cli import commands
 
-        outcome: Any = getattr(commands, options.function)(options)
+        with _show_warnings():
+            outcome: Any = getattr(commands, options.function)(options)
         result, code = outcome if isinstance(outcome, tuple) else (outcome, 0)
         if options.json and result is not None:
             print(json.dumps(json_safe(result), allow_nan=False), flush=True)
@@ -56,6 +59,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _discard_output()
         _print_error("standard output cannot be written: no space left on its device")
         return 1
+
+
+@contextlib.contextmanager
+def _show_warnings() -> Iterator[None]:
+    """Show each of mezzo's own warnings as one line, once."""
+    with warnings.catch_warnings():
+        show_other: Any = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> None:
+            if issubclass(category, MezzoWarning):
+                print(f"warning: {message}", file=sys.stderr, flush=True)
+            else:
+                show_other(message, category, *where, **line)
+
+        warnings.simplefilter("default", MezzoWarning)
+        warnings.showwarning = show  # put back by catch_warnings
+        yield
 
 
 def _print_error(message: str) -> None:

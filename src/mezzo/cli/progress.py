@@ -64,8 +64,15 @@ def _start_line(values: dict[str, Any]) -> str:
     where += f", {_count(values['workers'], 'worker')}" if values.get("workers") else ""
     return (
         f"training {values['space']}: {trained:,} values of a {total:,}-parameter model, {values['train']} examples, "
-        f"lr {values['lr']:g}, eps {values['eps']:g}, {where}; writing {values['out']}"
+        f"{_method_words(values)}, {where}; writing {values['out']}"
     )
+
+
+def _method_words(values: dict[str, Any]) -> str:
+    if values["method"] == "spsa":
+        return f"lr {values['lr']:g}, eps {values['eps']:g}"
+    budget = f"{values['budget']:,.0f} example-forwards" if values["budget"] else "until moves stop helping"
+    return f"solving for each move, {budget}"
 
 
 def _count(number: int, noun: str) -> str:
@@ -76,8 +83,12 @@ def _count(number: int, noun: str) -> str:
 class RunStats:
     """Figures of the run so far: speed, time left, loss, share of zero slopes, memory."""
 
-    total_steps: int = 0
+    steps: int | None = None
+    budget: float | None = None
     step: int = 0
+    spent: int = 0
+    began: float = 0.0
+    """The share that was done when the run was started or resumed."""
     seen_steps: int = 0
     zero_slopes: int = 0
     loss: float | None = None
@@ -86,14 +97,31 @@ class RunStats:
 
     def update(self, event: str, values: dict[str, Any]) -> None:
         if event == "start":
-            self.total_steps, self.step = int(values["steps"]), int(values["step"])
+            self.steps, self.budget = values["steps"], values["budget"]
+            self.step, self.spent = int(values["step"]), int(values["spent"])
         elif event == "step":
             if not self.seen_steps:
-                self.started = time.monotonic()  # after the first step, which loads and warms up
+                # After the first step, which loads and warms up.
+                self.started, self.began = time.monotonic(), self._share(int(values["step"]) + 1, int(values["spent"]))
             self.seen_steps += 1
             self.zero_slopes += all(slope == 0 for slope in values["slopes"])
             self.loss = values["loss"] if self.loss is None else 0.98 * self.loss + 0.02 * values["loss"]
             self.memory_mib, self.step = int(values.get("memory_mib", 0)), int(values["step"]) + 1
+            self.spent = int(values["spent"])
+
+    def _share(self, step: int, spent: int) -> float:
+        return max(step / self.steps if self.steps else 0.0, spent / self.budget if self.budget else 0.0)
+
+    @property
+    def share(self) -> float:
+        """How much of the run is done, by its steps or its budget."""
+        return self._share(self.step, self.spent)
+
+    @property
+    def place(self) -> str:
+        if self.budget and not self.steps:
+            return f"{self.spent / 1000:.0f}k/{self.budget / 1000:.0f}k"
+        return f"{self.step}/{self.steps}" if self.steps else f"step {self.step}"
 
     @property
     def steps_per_second(self) -> float:
@@ -101,13 +129,13 @@ class RunStats:
 
     @property
     def speed(self) -> str:
-        return f"{self.steps_per_second:.1f} steps/s" if self.steps_per_second else ""
+        return f"{self.steps_per_second:.2g} steps/s" if self.steps_per_second else ""
 
     @property
     def time_left(self) -> str:
-        if not self.steps_per_second or self.step >= self.total_steps:
+        if self.share <= self.began or self.share >= 1:
             return ""
-        seconds = (self.total_steps - self.step) / self.steps_per_second
+        seconds = (1 - self.share) * (time.monotonic() - self.started) / (self.share - self.began)
         return f"{seconds:.0f} s left" if seconds < 90 else f"{seconds / 60:.0f} min left"
 
     @property
@@ -155,13 +183,21 @@ def _live_line() -> Iterator[Observer]:
             nonlocal dev
             stats.update(event, values)
             if event == "start":
-                progress.update(line, total=values["steps"], completed=values["step"], figures="")
+                progress.update(line, total=1.0, completed=stats.share, figures="")
             elif event == "evaluation":
                 dev = f"{values['value']:.1%}"
             elif event == "step":
-                place, loss = f"{stats.step}/{stats.total_steps}", f"loss {stats.loss:.4f}"
-                parts = (place, stats.speed, stats.time_left, loss, f"dev {dev}", stats.zero_slope_share, stats.memory)
-                progress.update(line, completed=stats.step, figures="  ".join(filter(None, parts)))
+                loss = f"loss {stats.loss:.4f}"
+                parts = (
+                    stats.place,
+                    stats.speed,
+                    stats.time_left,
+                    loss,
+                    f"dev {dev}",
+                    stats.zero_slope_share,
+                    stats.memory,
+                )
+                progress.update(line, completed=stats.share, figures="  ".join(filter(None, parts)))
             if text := event_line(event, values):
                 console.print(text, markup=False, style="yellow" if event == "warning" else None)
 

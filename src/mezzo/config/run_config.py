@@ -61,23 +61,26 @@ class RunConfig:
         choices=("gloo", "nccl"), resumable=True)
 
     task: str | None = option("task", None,
-        "task name or TOML file; see 'mezzo tasks' [proposed for --train; reviews for the bundled data]",
+        "task name or TOML file; see 'mezzo tasks' [proposed for --train; questions for the bundled data]",
         commands=USE, reopen="question", aliases=("task_name",))
     train: str | None = option("task", None, "training data: jsonl, json, csv, tsv, txt, parquet, or a k-shot folder",
         commands=("eval", "signal"), reopen="question", aliases=("train_file", "train_dataset"))
-    dev: str | None = option("task", None, "data that chooses the best checkpoint [a part of train is held out]",
+    dev: str | None = option("task", None,
+        "data that chooses the best checkpoint [that of the train folder, or a part of train is held out]",
         aliases=("dev_file", "validation_file"))
-    test: str | None = option("task", None, "data for the reported accuracy [dev]", aliases=("test_file", "eval_dataset"))
+    test: str | None = option("task", None, "data for the reported accuracy [that of a k-shot folder, or dev]",
+        aliases=("test_file", "eval_dataset"))
     k: int | None = option("task", None, "train on k examples per label, and hold out k more per label as dev",
         at_least=1, commands=("eval", "signal"), reopen="question", aliases=("num_k",))
     data_seed: int | None = option("task", None, "seed of the k-shot sample [the run's seed] and of what is held out [0]",
         at_least=0, at_most=LARGEST_SEED, commands=("eval", "signal"), reopen="question", aliases=("train_set_seed",))
-    id_order: str | None = option("task", None, "whose numbering integer labels follow, where sources differ: hub, lm-bff",
-        choices=("hub", "lm-bff"), commands=USE, reopen="question")
+    id_order: str | None = option("task", None, "whose numbering integer labels follow, where sources differ: hub, lm-bff, csv",
+        choices=("hub", "lm-bff", "csv"), commands=USE, reopen="question")
     columns: tuple[str, ...] = option("task", (),
         "which column of the data is which of the task's, e.g. text=body,label=stars [found by name]",
         pairs="text=body,label=stars", commands=(*USE, "tasks"), reopen="question")
-    encoding: str = option("task", "utf-8", "how the data files encode text, e.g. latin-1",
+    encoding: str | None = option("task", None,
+        "how the data files encode text [utf-8; where that fails, as the task's files are published, or latin-1]",
         commands=(*USE, "tasks"), reopen="question")
     skip_unlabelled: bool = option("task", False, "leave out rows without a label, and say how many",
         commands=("eval", "signal"), reopen="question")
@@ -117,35 +120,44 @@ class RunConfig:
         choices="mezzo.method.noise:NOISES", commands=("signal",))
     noise_rank: int = option("space", 8, "rank of lowrank noise", at_least=1, commands=("signal", "bench"))
 
+    method: str | None = option("method", None,
+        "solve: each move follows from all scores, without a learning rate; spsa: as published [solve for cross-entropy]",
+        choices=("solve", "spsa"))
+    budget: str | None = option("method", None,
+        "example-forwards to train for, such as 100k, or time, such as 10min [250k with --method solve]",
+        resumable=True, per_model=True)
     objective: str = option("method", "cross_entropy",
         "cross_entropy, vocabulary_cross_entropy, accuracy, f1, matthews, or module:function",
         choices="mezzo.method.objectives:OBJECTIVES", open_choices=True,
         runs_code=lambda name: ":" in name, placeholder="MODULE:FUNCTION")
     max_new_tokens: int = option("method", 16, "tokens to generate where the objective or the metric reads text",
         at_least=1, at_most=65536, reopen="question")
-    steps: int | None = option("method", None, "training steps [1000]", at_least=1, resumable=True, per_model=True,
+    steps: int | None = option("method", None, "training steps at most [1000 with --method spsa]",
+        at_least=1, resumable=True, per_model=True,
         aliases=("max_steps", "num_steps", "epochs", "num_train_epochs"))
-    batch_size: int | None = option("method", None, "examples a step [64 for masked, 16 for causal models]",
+    batch_size: int | None = option("method", None, "examples a step [solve decides; spsa 64 for masked, 16 for causal models]",
         at_least=1, at_most=2**20, commands=("signal", "bench"), per_model=True, aliases=("per_device_train_batch_size",))
     lr: float | None = option("method", None, "learning rate [by model and space]",
-        at_least=0, per_model=True, aliases=("learning_rate",))
+        at_least=0, per_model=True, of_method="spsa", aliases=("learning_rate",))
     schedule: str | None = option("method", None, "learning rate over time: constant, linear, cosine [constant]",
-        choices="mezzo.method.optimizers:SHAPES", per_model=True, aliases=("lr_scheduler_type",))
-    warmup: int = option("method", 0, "steps of linear warm-up", at_least=0, aliases=("warmup_steps",))
+        choices="mezzo.method.optimizers:SHAPES", per_model=True, of_method="spsa", aliases=("lr_scheduler_type",))
+    warmup: int = option("method", 0, "steps of linear warm-up", at_least=0, of_method="spsa", aliases=("warmup_steps",))
     eps: float | None = option("method", None, "size of the perturbation [by model and space]",
         positive=True, commands=("signal",), per_model=True, aliases=("epsilon", "zo_eps"))
-    samples: int = option("method", 1, "directions a step; each costs two forward passes",
+    samples: int | None = option("method", None,
+        "directions a step; each costs one forward pass with solve, two with spsa [solve decides; spsa 1]",
         at_least=1, at_most=4096, commands=("bench",))
     weight_decay: float | None = option("method", None, "decay of the trained tensors [by model and space]",
-        at_least=0, per_model=True)
+        at_least=0, per_model=True, of_method="spsa")
     decay: str = option("method", "all", "what decays: all, or matrices (biases and norms do not)",
         choices="mezzo.method.space:DECAYS")
-    clip: float = option("method", 0.0, "largest slope, in absolute value; 0 does not clip", at_least=0)
+    clip: float = option("method", 0.0, "largest slope, in absolute value; 0 does not clip", at_least=0, of_method="spsa")
     seed: int = option("method", 0, "seed of the directions, the batches and fresh weights",
         at_least=0, at_most=LARGEST_SEED, commands=("eval", "signal"))
 
     out: str | None = option("run", None, "run folder [runs/TASK-SPACE-N]", aliases=("output_dir",))
-    eval_every: int | None = option("run", None, "steps between evaluations on dev [a tenth of the run]",
+    eval_every: int | None = option("run", None,
+        "steps between evaluations on dev [a tenth of the run; with solve, as often as they cost little]",
         at_least=1, resumable=True, aliases=("eval_steps",))
     patience: int = option("run", 0, "stop after this many evaluations without improvement; 0 never",
         at_least=0, resumable=True)

@@ -78,7 +78,8 @@ def evaluate(
     if draws:
         drawn = [scores, *(score_prompts(engine, others, readout) for others in draws)]
         scores = np.mean([each - log_sum_exp(each) for each in drawn], axis=0)
-    right = scores.argmax(axis=1) == batch.labels
+    predicted = scores.argmax(axis=1)
+    right = predicted == right_labels(predicted, batch)
     return DetailedEvaluation(evaluate_scores(scores, batch, metric), tuple(right.tolist()), scores)
 
 
@@ -102,7 +103,8 @@ def evaluate_texts(
 
 def evaluate_scores(scores: npt.NDArray[np.float64], batch: Batch, metric: str) -> Evaluation:
     """Figures from scores[B, C]."""
-    labels, predicted, classes = batch.labels, scores.argmax(axis=1), scores.shape[1]
+    predicted, classes = scores.argmax(axis=1), scores.shape[1]
+    labels = right_labels(predicted, batch)
     loss = float(cross_entropy(scores[None].astype(np.float32), batch)[0])
     accuracy = METRICS["accuracy"](predicted, labels, classes)
     if metric == "accuracy":
@@ -110,8 +112,15 @@ def evaluate_scores(scores: npt.NDArray[np.float64], batch: Batch, metric: str) 
     else:
         interval = bootstrap_interval(predicted, labels, metric, classes)
     value = METRICS[metric](predicted, labels, classes)
-    calibrated = METRICS[metric](calibrated_predictions(scores), labels, classes)
+    unbiased = calibrated_predictions(scores)
+    calibrated = METRICS[metric](unbiased, right_labels(unbiased, batch), classes)
     return Evaluation(metric, value, interval, accuracy, loss, len(labels), calibrated)
+
+
+def right_labels(predicted: npt.NDArray[np.int64], batch: Batch) -> npt.NDArray[np.int64]:
+    """What predictions are compared with: the label, or of several right candidates the one that was predicted."""
+    pairs = zip(predicted.tolist(), batch.prompts, strict=True)
+    return np.array([index if index in prompt.right else prompt.label for index, prompt in pairs], dtype=np.int64)
 
 
 def probabilities(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

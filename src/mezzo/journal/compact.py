@@ -1,11 +1,11 @@
-"""A journal small enough for an e-mail: header and coefficients. Seeds follow from the header; losses are left out."""
+"""A journal small enough for an e-mail: its header and the coefficients. Seeds follow from the header, losses are left out."""
 
 from __future__ import annotations
 
 import json
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,43 +18,57 @@ from mezzo.journal.journal import Content
 from mezzo.method.noise import step_seed
 from mezzo.types import StepRecord, Update
 
-MAGIC = b"mezzo-journal-1\n"
+MAGIC = b"mezzo-journal-2\n"
 MAX_HEADER = 64 * 2**20  # bytes after decompression; the file may come from anybody
-MAX_TERMS = 4_000_000  # steps times samples
+MAX_TERMS = 4_000_000  # of all steps
+MAX_DIRECTIONS = 4096  # of a step
 
 
 def export_compact(content: Content, path: Path, best: int | None = None) -> int:
-    """Write the journal without losses: header, float32 coefficients, keeps. Returns the file's size.
+    """Write the journal without losses: header, and of every step which of its directions it moved along, and how far. Returns
+    the file's size.
 
     `best` is the default position of a reader.
     """
-    seed, samples = content.header.seed, content.header.samples
-    if samples < 1 or content.steps * samples > MAX_TERMS:
+    seed = content.header.seed
+    if sum(len(record.update.terms) for record in content.records) > MAX_TERMS:
         raise JournalError(f"{content.path}: a compact journal holds at most {MAX_TERMS:,} directions")
-    coefs = np.full((content.steps, samples), np.nan, dtype="<f4")
-    keeps = np.ones(content.steps, dtype="<f4")
-    for record in content.records:
-        if record.skipped:
-            continue
-        expected = tuple(step_seed(seed, record.step, sample) for sample in range(samples))
-        if tuple(s for s, _ in record.update.terms) != expected:
-            raise JournalError(
-                f"{content.path}: step {record.step} does not use the seeds of its header; it has no compact form"
-            )
-        coefs[record.step] = [coef for _, coef in record.update.terms]
-        keeps[record.step] = record.update.keep
+    directions = [_directions(record, seed, content.path) for record in content.records]
+    coefs = [coef for record in content.records for _, coef in record.update.terms]
     known = {} if best is None else {"best": best}
     header = {
         **content.header.to_dict(),
         **known,
         "steps": content.steps,
+        "skipped": [record.step for record in content.records if record.skipped],
         "marks": {str(k): v for k, v in content.marks.items()},
     }
-    parts = [zlib.compress(part, 9) for part in (json.dumps(header).encode(), _byte_planes(coefs), _byte_planes(keeps))]
+    arrays = (
+        np.array([len(row) for row in directions], dtype="<u4"),
+        np.array([direction for row in directions for direction in row], dtype="<u4"),
+        np.array(coefs, dtype="<f4"),
+        np.array([record.update.keep for record in content.records], dtype="<f4"),
+    )
+    parts = [zlib.compress(part, 9) for part in (json.dumps(header).encode(), *map(_byte_planes, arrays))]
     body = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     data = MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
     write_atomically(path, data)
     return len(data)
+
+
+def _directions(record: StepRecord, seed: int, path: Path) -> list[int]:
+    """The numbers of the directions whose seeds a step uses."""
+    wanted = [s for s, _ in record.update.terms]
+    numbers: dict[int, int] = {}
+    while not all(s in numbers for s in wanted):
+        if len(numbers) >= MAX_DIRECTIONS:
+            raise JournalError(
+                f"{path}: step {record.step} does not use the seeds of its header; it has no compact form"
+            )
+        known = len(numbers)
+        for number in range(known, max(2 * known, len(wanted))):
+            numbers[step_seed(seed, record.step, number)] = number
+    return [numbers[s] for s in wanted]
 
 
 def import_compact(path: Path) -> Content:
@@ -68,43 +82,58 @@ def import_compact(path: Path) -> Content:
     if zlib.crc32(body).to_bytes(4, "little") != data[len(MAGIC) : head]:
         raise JournalError(f"{path} is damaged: its checksum does not match")
     try:
-        header_part, coef_part, keep_part = _split_parts(body)
+        header_part, *parts = _split_parts(body)
         values = json.loads(_decompress(header_part, MAX_HEADER))
         header = parse_header(values, path)
-        steps, samples, seed = _count(values["steps"]), header.samples, header.seed
-        if samples < 1 or steps * samples > MAX_TERMS:
-            raise ValueError(f"it claims {steps} steps of {samples} directions, and {MAX_TERMS:,} is the most")
-        coefs = _from_byte_planes(_decompress(coef_part, 4 * steps * samples)).reshape(steps, samples)
-        keeps = _from_byte_planes(_decompress(keep_part, 4 * steps)).reshape(steps)
-        if np.isinf(coefs).any() or not np.isfinite(keeps).all():
-            raise ValueError("a step of it is not finite")
+        steps = _count(values["steps"])
+        if steps > MAX_TERMS:
+            raise ValueError(f"it claims {steps} steps, and {MAX_TERMS:,} is the most")
+        counts, directions, coefs, keeps = _read_arrays(parts, steps)
         marks = {int(step): str(digest) for step, digest in values["marks"].items()}
+        skipped = {_count(step) for step in values["skipped"]}
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, zlib.error, RecursionError) as error:
         raise JournalError(f"{path} is not a valid compact journal: {error}") from None
     records = []
-    for step in range(steps):
-        if np.isnan(coefs[step]).any():
-            update, skipped = Update(), "non-finite loss"
-        else:
-            terms = ((step_seed(seed, step, sample), float(coefs[step, sample])) for sample in range(samples))
-            update, skipped = Update(tuple(terms), float(keeps[step])), ""
-        records.append(StepRecord(step, (), (), update, math.nan, skipped))
+    ends = np.cumsum(counts, dtype=np.int64)
+    for step, end in enumerate(ends.tolist()):
+        own = slice(end - int(counts[step]), end)
+        seeds = (step_seed(header.seed, step, number) for number in directions[own].tolist())
+        update = Update(tuple(zip(seeds, coefs[own].tolist(), strict=True)), float(keeps[step]))
+        records.append(StepRecord(step, (), (), update, math.nan, "non-finite loss" if step in skipped else ""))
     best = values.get("best")
     best = best if isinstance(best, int) and 0 <= best <= steps else None
     return Content(path, header, records, marks, len(data), best=best)
 
 
-def _byte_planes(values: np.ndarray[Any, np.dtype[np.float32]]) -> bytes:
+def _read_arrays(parts: Sequence[bytes], steps: int) -> tuple[Any, Any, Any, Any]:
+    """Terms of each step, the number of each term's direction, its coefficient, and the keep of each step."""
+    counts_part, directions_part, coefs_part, keeps_part = parts
+    counts = _from_byte_planes(_decompress(counts_part, 4 * steps), "<u4", steps)
+    terms = int(counts.sum(dtype=np.int64))
+    if terms > MAX_TERMS:
+        raise ValueError(f"it claims {terms} directions, and {MAX_TERMS:,} is the most")
+    directions = _from_byte_planes(_decompress(directions_part, 4 * terms), "<u4", terms)
+    coefs = _from_byte_planes(_decompress(coefs_part, 4 * terms), "<f4", terms)
+    keeps = _from_byte_planes(_decompress(keeps_part, 4 * steps), "<f4", steps)
+    if not np.isfinite(coefs).all() or not np.isfinite(keeps).all():
+        raise ValueError("a step of it is not finite")
+    return counts, directions, coefs, keeps
+
+
+def _byte_planes(values: np.ndarray[Any, Any]) -> bytes:
     """Bytes of equal significance side by side: they compress well where the exponents are similar."""
     return np.ascontiguousarray(values).view(np.uint8).reshape(-1, 4).T.tobytes()
 
 
-def _from_byte_planes(data: bytes) -> np.ndarray[Any, np.dtype[np.float32]]:
-    return np.ascontiguousarray(np.frombuffer(data, np.uint8).reshape(4, -1).T).view("<f4").reshape(-1)
+def _from_byte_planes(data: bytes, kind: str, count: int) -> np.ndarray[Any, Any]:
+    values = np.ascontiguousarray(np.frombuffer(data, np.uint8).reshape(4, -1).T).view(kind).reshape(-1)
+    if len(values) != count:
+        raise ValueError("its parts do not belong together")
+    return values
 
 
 def _split_parts(body: bytes) -> Iterator[bytes]:
-    for _ in range(3):
+    for _ in range(5):
         length = int.from_bytes(body[:8], "little")
         yield body[8 : 8 + length]
         body = body[8 + length :]

@@ -255,7 +255,8 @@ def _encode(record: StepRecord) -> dict[str, Any]:
         "keep": record.update.keep,
         "lr": record.lr,
     }
-    return payload | ({"skipped": record.skipped} if record.skipped else {})
+    notes = {"notes": {name: _number(value) for name, value in record.notes.items()}} if record.notes else {}
+    return payload | ({"skipped": record.skipped} if record.skipped else {}) | notes
 
 
 def _parse(payload: dict[str, Any]) -> StepRecord | tuple[int, str]:
@@ -272,6 +273,7 @@ def _parse(payload: dict[str, Any]) -> StepRecord | tuple[int, str]:
         update=Update(terms, float(payload["keep"])),
         lr=float(payload["lr"]),
         skipped=str(payload.get("skipped", "")),
+        notes={str(name): float(value) for name, value in payload.get("notes", {}).items()},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -16,8 +17,12 @@ Batches = Callable[[int], Batch]
 
 def batch_indices(seed: int, step: int, count: int, size: int) -> list[int]:
     """`size` consecutive places in an endless row of shuffled epochs; every epoch shows each example once."""
-    places = range(step * size, (step + 1) * size)
-    return [int(_epoch(seed, place // count, count)[place % count]) for place in places]
+    return take_indices(seed, step * size, count, size)
+
+
+def take_indices(seed: int, start: int, count: int, size: int) -> list[int]:
+    """The `size` places of that row from `start` on."""
+    return [int(_epoch(seed, place // count, count)[place % count]) for place in range(start, start + size)]
 
 
 def make_batches(prompts: Sequence[Prompt], readout: Readout, seed: int, size: int) -> Batches:
@@ -30,6 +35,25 @@ def make_batches(prompts: Sequence[Prompt], readout: Readout, seed: int, size: i
         return Batch(tuple(prompts[index] for index in batch_indices(seed, step, len(prompts), size)), readout)
 
     return batch
+
+
+@dataclass(frozen=True)
+class ExampleStream:
+    """The same row of shuffled epochs for batches whose size changes: `take` is a function of the place where it starts."""
+
+    prompts: tuple[Prompt, ...]
+    readout: Readout
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def take(self, start: int, size: int) -> Batch:
+        """All prompts where `size` is as many, so that none occurs twice."""
+        if size >= len(self):
+            return Batch(self.prompts, self.readout)
+        indices = take_indices(self.seed, start, len(self), size)
+        return Batch(tuple(self.prompts[index] for index in indices), self.readout)
 
 
 @lru_cache(maxsize=8)

@@ -20,9 +20,23 @@ Questions: TypeAlias = Generator[Question, Any, StepRecord]
 class Method(Protocol):
     """What the trainer needs of a method."""
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the first question of a step is a function of its number alone: it may then be asked for before the step
+        before it has ended."""
+        ...
+
+    @property
+    def finished(self) -> str:
+        """Why no further step is worth its cost; empty while one is, or where the method cannot tell."""
+        ...
+
     def step(self, step: int) -> Questions:
-        """Ask as many questions as the method needs. The first one is a function of the step number alone: it may be asked
-        for before the step before it has ended."""
+        """Ask as many questions as the method needs."""
+        ...
+
+    def cost(self, record: StepRecord) -> int:
+        """The example-forwards of a finished step: forward passes times the examples in each."""
         ...
 
     def device_step(self, step: int) -> DeviceStep | None:
@@ -47,6 +61,9 @@ class EstimatorMethod:
     optimizer: Optimizer
     batches: Batches
 
+    looks_ahead = True
+    finished = ""
+
     def step(self, step: int) -> Questions:
         batch = self.batches(step)
         probes = self.estimator.ask(step)
@@ -62,6 +79,9 @@ class EstimatorMethod:
         if not self.objective.on_device or spread is None or (rule := self.optimizer.pair_rule(step, spread)) is None:
             return None
         return DeviceStep(self.batches(step), self.estimator.ask(step), rule)
+
+    def cost(self, record: StepRecord) -> int:
+        return len(record.losses) * len(self.batches(record.step))
 
     def observe(self, record: StepRecord) -> None:
         self.optimizer.observe(record)

@@ -37,10 +37,18 @@ def has_matplotlib() -> bool:
 
 def render_png(chart: Chart) -> bytes:
     from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
 
     figure = Figure(figsize=(6, 3.6), layout="constrained")
-    axes: Any = figure.subplots()
+    draw_chart(figure.subplots(), chart)
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=144)
+    return out.getvalue()
+
+
+def draw_chart(axes: Any, chart: Chart) -> None:
+    """Draw a chart on axes of matplotlib."""
+    from matplotlib.ticker import PercentFormatter
+
     for series in chart.series:
         colour = COLOURS[series.colour % len(COLOURS)]
         axes.plot(series.x, series.y, color=colour, marker="o" if series.markers else "", label=series.name)
@@ -62,6 +70,3 @@ def render_png(chart: Chart) -> bytes:
         axes.legend(frameon=False, fontsize="small")
     axes.set(title=chart.title, xlabel=chart.x_label)
     axes.grid(alpha=0.2)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=144)
-    return out.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,17 @@ from mezzo.evaluation.rewards import Reward
 from mezzo.journal.header import Header
 from mezzo.journal.journal import Journal, read
 from mezzo.method import noise, rounding
-from mezzo.method.batches import make_batches
+from mezzo.method.batches import ExampleStream, make_batches
 from mezzo.method.estimators import Spsa
 from mezzo.method.method import EstimatorMethod, Method
 from mezzo.method.objectives import Objective, ObjectiveFunction
 from mezzo.method.optimizers import Sgd, schedule
+from mezzo.method.solve import Solve
 from mezzo.parallel.setup import open_workers
 from mezzo.parallel.transports import torchrun
 from mezzo.replay.prefix_start import prefix_start
 from mezzo.replay.replay import bring_to, check_base
+from mezzo.runs.budget import parse_budget
 from mezzo.runs.data_summary import describe_data
 from mezzo.runs.events import Events, Observer
 from mezzo.runs.folder import Folder, holds_run
@@ -36,6 +39,8 @@ from mezzo.types import Batch
 
 # What may change when a run goes on: its limits and its machine.
 RESUMABLE = option_names(resumable=True)
+# Example-forwards of training between two evaluations, by the number of dev examples.
+EVALUATION_SHARE = 8
 # The user's own objective, given in Python.
 Function = ObjectiveFunction | Reward
 
@@ -104,7 +109,7 @@ def make_header(setup: Setup, engine: Engine) -> Header:
     return Header(
         config=config.to_dict(),
         seed=config.seed,
-        samples=config.samples,
+        samples=config.samples or 1,
         base=engine.base_digest,
         start=prefix_start(engine),
         family=setup.family,
@@ -120,8 +125,28 @@ def make_header(setup: Setup, engine: Engine) -> Header:
 
 def make_method(setup: Setup, objective: Objective) -> Method:
     config = setup.config
+    return METHODS[str(config.method)](setup, objective)
+
+
+def _make_solve(setup: Setup, objective: Objective) -> Method:
+    config = setup.config
+    assert config.eps is not None
+    judges = setup.judging_prompts
+    return Solve(
+        config.seed,
+        config.eps,
+        ExampleStream(setup.train_prompts, setup.readout, config.seed),
+        ExampleStream(judges, setup.readout, config.seed) if judges else None,
+        directions=config.samples or 0,
+        examples=config.batch_size or 0,
+        dtype=config.dtype,
+    )
+
+
+def _make_spsa(setup: Setup, objective: Objective) -> Method:
+    config = setup.config
     assert config.lr is not None and config.eps is not None and config.steps is not None
-    assert config.schedule is not None and config.batch_size is not None
+    assert config.schedule is not None and config.batch_size is not None and config.samples is not None
     rate = schedule(config.schedule, config.lr, config.steps, config.warmup)
     return EstimatorMethod(
         objective,
@@ -129,6 +154,9 @@ def make_method(setup: Setup, objective: Objective) -> Method:
         Sgd(rate, config.weight_decay or 0.0, config.clip),
         make_batches(setup.train_prompts, setup.readout, config.seed, config.batch_size),
     )
+
+
+METHODS: dict[str, Callable[[Setup, Objective], Method]] = {"solve": _make_solve, "spsa": _make_spsa}
 
 
 def _load(setup: Setup, observe: Observer, function: Function | None) -> Objective:
@@ -156,7 +184,7 @@ def _start(
 ) -> Session:
     """The session around an open engine and journal, its zero-shot evaluation done."""
     config = setup.config
-    assert config.steps is not None
+    budget = parse_budget(config.budget)
     events = Events(folder, observe, Health(config.objective), Trackers())
     events.remember(earlier)
     events.trackers.start(config.track, folder.path, config.to_dict())
@@ -164,10 +192,12 @@ def _start(
         for line in describe_data(setup):
             events("data", {"step": 0, "text": line})
     limits = Limits(
-        steps=config.steps,
+        steps=config.steps or math.inf,
+        forwards=budget.forwards,
         eval_every=config.eval_every or 0,
+        eval_forwards=EVALUATION_SHARE * len(setup.splits.dev),
         patience=config.patience,
-        seconds=60 * config.time_limit if config.time_limit else float("inf"),
+        seconds=min(budget.seconds, 60 * config.time_limit if config.time_limit else math.inf),
         snapshot_seconds=60 * config.snapshot_minutes,
     )
     dev = setup.splits.dev
@@ -182,6 +212,7 @@ def _start(
         evaluate=(lambda: setup.evaluate(engine, dev)) if dev else None,
         snapshots=folder.snapshots,
         notify=events,
+        spent=sum(map(method.cost, journal.content.records)),
         start=journal.content.steps,
         history=[(_parse_step(e), _parse_evaluation(e)) for e in earlier if e.get("event") == "evaluation"],
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from mezzo.errors import list_some
+from mezzo.errors import join_names
 from mezzo.runs.setup import Setup
 from mezzo.types import Example
 
@@ -40,7 +40,7 @@ def _labels(setup: Setup) -> Iterator[str]:
         return
     counts = Counter(dict.fromkeys(labels, 0)) + Counter(labels[example.label] for example in train)
     ranked = [(label, counts[label]) for label in sorted(labels, key=lambda label: -counts[label])]
-    line = f"{len(train):,} rows to train on: {list_some([f'{label} {count:,}' for label, count in ranked])}"
+    line = f"{len(train):,} rows to train on: {join_names([f'{label} {count:,}' for label, count in ranked])}"
     most, largest = ranked[0]
     if largest >= IMBALANCED * ranked[-1][1]:
         line += f"; imbalanced: always answering {most!r} would be right for {largest / len(train):.0%}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +14,17 @@ from mezzo.engines.hf_hub import family_of, load_config
 from mezzo.errors import ConfigError, DataError, TaskError
 from mezzo.journal.atomic_files import write_atomically
 from mezzo.method import noise
-from mezzo.tasks import MLMConfig, Task, bundled_data, get_task, k_shot, load_examples
+from mezzo.tasks import (
+    MLMConfig,
+    Task,
+    bundled_data,
+    find_split,
+    get_task,
+    is_k_shot,
+    k_shot,
+    list_tasks,
+    load_examples,
+)
 from mezzo.types import Example, Family
 
 # Share of the training data that becomes dev when no dev data is given.
@@ -36,7 +47,19 @@ class Splits:
 def find_task(config: RunConfig, family: Family) -> Task:
     """The configured task, with the run's template and label words where they are given."""
     mapping = OPTIONS["words"].split_pairs(config.words)
-    return MLMConfig(config.template, cast(Any, mapping) or None).apply(_read_task(config.task or "reviews", family))
+    task = _read_task(config.task or "questions", family)
+    return MLMConfig(config.template, cast(Any, mapping) or None).apply(task, config.id_order)
+
+
+def match_family(task: Mapping[str, Any] | Task, config: RunConfig) -> Task:
+    """A task given in Python, for the model's family: a dict without one takes it, any other must have it."""
+    family = family_of(load_config(config.model, config.remote_code))
+    stated = get_task({"family": family, **task} if isinstance(task, Mapping) else task)
+    if stated.family == family:
+        return stated
+    known = any((each.name, each.family) == (stated.name, family) for each in list_tasks())
+    remedy = f"take get_task({stated.name!r}, {family!r})" if known else f"give it family={family!r} and a template"
+    raise TaskError(f"task {stated.name!r} is for {stated.family} models, and {config.model} is {family}; {remedy}")
 
 
 def write_task(task: Task) -> str:
@@ -94,6 +117,17 @@ def load_labelled(
     return labelled, len(found) - len(labelled)
 
 
+def splits_beside_train(config: RunConfig) -> dict[str, str]:
+    """The files of a folder given as --train that are dev and test too, unless these are given or sampled: both of a k-shot
+    folder, and dev of any other, whose test file often has no labels."""
+    folder = Path(config.train or "")
+    if not config.train or config.k or not folder.is_dir():
+        return {}
+    splits = ("dev", "test") if is_k_shot(folder) else ("dev",)
+    found = {split: find_split(folder, split) for split in splits if getattr(config, split) is None}
+    return {split: str(path) for split, path in found.items() if path is not None}
+
+
 def reading_options(config: RunConfig, given: object = True) -> dict[str, Any]:
     """How the user's data is read: what integer labels mean, which column is which, the encoding; nothing for bundled data."""
     if not given:
@@ -138,8 +172,10 @@ def _to_row(example: Example, task: Task, named: dict[str, str]) -> dict[str, An
     row = dict(example.fields)
     if example.label < 0:
         row[task.label_column] = None
-    elif task.kind != "generation":
-        row[task.label_column] = task.labels[example.label] if task.kind == "classification" else example.label
+    elif task.kind == "classification":
+        row[task.label_column] = task.labels[example.label]
+    elif task.kind == "choice":  # a row may name several right answers
+        row.setdefault(task.label_column, example.label)
     return {named.get(column, column): value for column, value in row.items()}
 
 

@@ -7,12 +7,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from mezzo.config import RunConfig, from_mapping, option_names
+from mezzo.config import OPTIONS, RunConfig, from_mapping, option_names
 from mezzo.engines import ENGINES
 from mezzo.engines.hf_hub import BUNDLED
 from mezzo.errors import ConfigError, ModelError
+from mezzo.method.objectives import OBJECTIVES
 
 STEPS = 1000
+BUDGET = "250k"
 BATCH = {"masked": 64, "causal": 16}
 
 # Middle of the published grids for RoBERTa-large (masked) and OPT (causal). A head is small and its loss smooth.
@@ -74,19 +76,37 @@ def apply_defaults(config: RunConfig, family: str) -> RunConfig:
     engine = ENGINES[config.engine]
     usual = ours.get("space", "lora")
     asked: str = config.space or (usual if engine.trains(usual) else engine.spaces[0])
-    config = config.replace(space=asked)
+    config = config.replace(space=asked, method=choose_method(config))
     space = asked if (family, asked) in PUBLISHED else "full"
-    chosen: dict[str, Any] = {
-        "steps": STEPS,
-        "schedule": "constant",
-        "noise": "lowrank" if asked in engine.low_rank_spaces else NOISE[config.dtype],
-        "batch_size": BATCH[family],
-        **PUBLISHED[family, space],
-    }
-    chosen |= ours.get(asked, {})
+    published = {**PUBLISHED[family, space], **ours.get(asked, {})}
+    chosen: dict[str, Any] = {"noise": "lowrank" if asked in engine.low_rank_spaces else NOISE[config.dtype]}
+    if config.method == "solve":
+        chosen |= {"eps": published["eps"], "budget": published.get("budget", BUDGET)}
+    else:
+        chosen |= {"steps": STEPS, "schedule": "constant", "batch_size": BATCH[family], "samples": 1, **published}
+        chosen.pop("budget", None)
     missing = {name: value for name, value in chosen.items() if getattr(config, name) is None}
     config = config.replace(**missing)
-    if config.eval_every is None:
+    if config.eval_every is None and config.method == "spsa":
         assert config.steps is not None
         config = config.replace(eval_every=max(1, config.steps // 10))
     return config
+
+
+def choose_method(config: RunConfig) -> str:
+    """The method that was asked for; else `solve` where the loss is a cross-entropy and no option of the other is given."""
+    objective = OBJECTIVES.get(config.objective)
+    given = [OPTIONS[n] for n in option_names(of_method="spsa") if getattr(config, n) != OPTIONS[n].default]
+    if config.method == "solve":
+        if objective is None or not objective.smooth:
+            smooth = " or ".join(name for name, each in OBJECTIVES.items() if each.smooth)
+            raise ConfigError(
+                f"--method solve needs a loss with slopes ({smooth}); {config.objective!r} is trained with --method spsa"
+            )
+        if given:
+            raise ConfigError(
+                f"--method solve has no {given[0].flag}: it decides how far to move by itself. Leave it out, or add --method spsa"
+            )
+    if config.method:
+        return config.method
+    return "solve" if objective is not None and objective.smooth and not given else "spsa"

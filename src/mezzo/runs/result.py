@@ -29,7 +29,10 @@ class Run:
     skipped_steps: int = 0
     digest: str = ""
     seconds: float = 0.0
-    forward_passes: int = 0
+    example_forwards: int = 0
+    """Forward passes of training times the examples in each."""
+    moves: int | None = None
+    """Steps of `--method solve` whose move helped and was taken."""
     stopped: str = ""
     warnings: tuple[str, ...] = field(default=())
     workers: dict[str, Any] | None = None
@@ -63,10 +66,13 @@ class Run:
                     f"{self.value:.1%}  95% [{low:.1%}, {high:.1%}], n={self.n_test}{at}",
                 )
             )
-        rows.append(("zero slopes", f"{self.zero_slope_share:.1%} of steps"))
+        if self.moves is None:
+            rows.append(("zero slopes", f"{self.zero_slope_share:.1%} of steps"))
+        else:
+            rows.append(("moves", f"{self.moves} of {self.steps} steps found one that helped"))
         if self.skipped_steps:
             rows.append(("skipped steps", str(self.skipped_steps)))
-        rows.append(("time", f"{self.seconds:.0f} s, {self.forward_passes} forward passes"))
+        rows.append(("time", f"{self.seconds:.0f} s, {self.example_forwards:,} example-forwards"))
         if self.workers:
             rows.append(("workers", _workers_row(self.workers)))
         rows += [("memory", f"{self.memory_mib:,} MiB at most")] if self.memory_mib else []

@@ -49,8 +49,8 @@ class Session:
     _slopes: list[float] = field(default_factory=list)
 
     def __repr__(self) -> str:
-        space, steps = self.setup.config.space, self.trainer.limits.steps
-        return f"<session {self.folder.path}: {self.setup.task.name}, {space}, step {self.trainer.step} of {steps}>"
+        config, step = self.setup.config, self.trainer.step
+        return f"<session {self.folder.path}: {self.setup.task.name}, {config.method} on {config.space}, step {step}>"
 
     # ---- before the first step
 
@@ -73,7 +73,11 @@ class Session:
             {
                 "out": str(self.folder.path),
                 "step": self.trainer.start,
-                "steps": self.trainer.limits.steps,
+                "steps": config.steps,
+                "method": config.method,
+                "spent": self.trainer.spent,
+                "budget": _finite(self.trainer.limits.forwards),
+                "budget_seconds": _finite(self.trainer.limits.seconds),
                 "train": len(self.setup.train_prompts),
                 "dev": len(splits.dev),
                 "test": len(splits.test),
@@ -85,17 +89,24 @@ class Session:
         )
 
     def _warn_about_surprises(self) -> None:
-        size, start, steps = self.setup.config.batch_size or 0, self.trainer.start, self.trainer.limits.steps
+        size, start = self.setup.config.batch_size or 0, self.trainer.start
         train = len(self.setup.train_prompts)
         if size > train and not start:
             text = f"--batch-size {size} is more than the {train} training examples: every step sees all of them"
             self.events.warn(0, text)
-        if start >= steps:
+        if self.trainer.has_reached_limit():
             text = (
                 f"this run has finished: its {start} steps are done. Train on with --resume {self.folder.path} "
-                f"--steps N, N more than {start}"
+                + self._longer_limit()
             )
             self.events.warn(start, text)
+
+    def _longer_limit(self) -> str:
+        """The option that lets a finished run go on."""
+        trainer = self.trainer
+        if trainer.spent >= trainer.limits.forwards:
+            return f"--budget N, N more than {trainer.spent:,} example-forwards"
+        return f"--steps N, N more than {trainer.step}"
 
     def _test(self) -> DetailedEvaluation:
         return self.setup.evaluate_in_detail(self.engine, self.setup.splits.test)
@@ -113,7 +124,8 @@ class Session:
         try:
             for record in self.trainer.run():
                 stats = self.engine.step_stats() if isinstance(self.engine, Workers) else {}
-                self.events("step", _step_metrics(record, time.monotonic() - self.start_time) | stats)
+                progress = {"spent": self.trainer.spent, "seconds": round(time.monotonic() - self.start_time, 3)}
+                self.events("step", _step_metrics(record) | progress | stats)
                 self._warn_if_too_slow(record)
                 yield record
         except BaseException as error:
@@ -182,7 +194,8 @@ class Session:
             skipped_steps=skipped,
             digest=digest,
             seconds=round((earlier[-1] if earlier else 0.0) + time.monotonic() - self.start_time, 2),
-            forward_passes=sum(len(record.losses) for record in records),
+            example_forwards=trainer.spent,
+            moves=sum(not record.update.empty for record in records) if self.setup.config.method == "solve" else None,
             stopped=trainer.stopped,
             warnings=tuple(self.events.warnings),
             workers=self.engine.run_stats() if isinstance(self.engine, Workers) else None,
@@ -230,13 +243,17 @@ class Session:
         self.engine.close()
 
 
-def _step_metrics(record: StepRecord, seconds: float) -> dict[str, Any]:
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _step_metrics(record: StepRecord) -> dict[str, Any]:
     line = {
         "step": record.step,
         "loss": sum(record.losses) / len(record.losses),
         "slopes": list(record.slopes),
         "lr": record.lr,
-        "seconds": round(seconds, 3),
+        **{name: value for name, value in record.notes.items() if math.isfinite(value)},
         "memory_mib": round(memory.in_use()),
     }
     return line | ({"skipped": record.skipped} if record.skipped else {})

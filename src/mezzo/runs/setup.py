@@ -19,11 +19,17 @@ from mezzo.evaluation.rewards import TEXT_METRICS, Reward, RewardObjective, is_t
 from mezzo.method import noise
 from mezzo.method.objectives import OBJECTIVES, Objective, ObjectiveFunction, get_objective, import_function
 from mezzo.method.space import ADAPTERS, Space
-from mezzo.runs.datasets import Splits, find_task, load_splits
+from mezzo.runs.budget import parse_budget
+from mezzo.runs.datasets import Splits, find_task, load_splits, splits_beside_train
 from mezzo.runs.defaults import apply_defaults
 from mezzo.tasks import Encoder, Task
 from mezzo.tasks.tokenizer import TokenizerWrapper
 from mezzo.types import Example, Family, Prompt, Readout
+
+# Examples in one forward where no batch size says it.
+ROWS = 128
+# From how many training examples on those that judge a step are taken from them: so many are not seen again soon.
+MANY_EXAMPLES = 2000
 
 
 @dataclass(frozen=True)
@@ -67,10 +73,16 @@ class Setup:
         return self.encode(self.splits.train)
 
     @cached_property
+    def judging_prompts(self) -> tuple[Prompt, ...]:
+        """Held-out examples that accept or refuse a move, where training examples are too few to be fresh: those of dev."""
+        few = len(self.train_prompts) < MANY_EXAMPLES
+        return self.encode(self.splits.dev) if few and self.config.method == "solve" else ()
+
+    @cached_property
     def data_digest(self) -> str:
-        """SHA-256 of the encoded training examples."""
+        """SHA-256 of the encoded examples that decide about the weights."""
         total = hashlib.sha256()
-        for prompt in self.train_prompts:
+        for prompt in (*self.train_prompts, *self.judging_prompts):
             total.update(repr((prompt.ids, prompt.label, prompt.position, prompt.candidates)).encode())
         return total.hexdigest()
 
@@ -111,7 +123,7 @@ class Setup:
             model=config.model,
             family=self.family,
             space=make_space(config),
-            rows=config.micro_batch or config.batch_size or 64,
+            rows=config.micro_batch or config.batch_size or ROWS,
             fewer_rows=config.micro_batch is None,
             classes=self.readout.classes,
             noise_kind=noise.get_noise(config.noise).kind,
@@ -171,10 +183,12 @@ def resolve_setup(config: RunConfig, task: Task | None = None) -> Setup:
 
     `task` replaces what the configuration names: that of a journal's header, or a proposed one.
     """
+    config = config.replace(**splits_beside_train(config))
     config = config.replace(**_absolute_paths(config))
     model_config = load_config(config.model, config.remote_code)
     family = family_of(model_config)
     config = apply_defaults(config, family)
+    parse_budget(config.budget)
     if config.quantize and config.space not in ADAPTERS:
         raise ConfigError(
             f"a quantised base stays as it is: --quantize goes with --space {' or '.join(ADAPTERS)}, not {config.space!r}"

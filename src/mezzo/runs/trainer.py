@@ -28,8 +28,12 @@ MAX_SKIPS = 20
 class Limits:
     """When a run evaluates on dev and when it ends."""
 
-    steps: int
+    steps: float = math.inf
+    forwards: float = math.inf
+    """Example-forwards of training: forward passes times the examples in each."""
     eval_every: int = 0
+    eval_forwards: float = 0
+    """Example-forwards between evaluations, where `eval_every` steps are not what counts."""
     patience: int = 0
     seconds: float = math.inf
     snapshot_seconds: float = 300.0
@@ -57,14 +61,17 @@ class MeZOTrainer:
     start: int = 0
     history: list[tuple[int, Evaluation]] = field(default_factory=list)
     stopped: str = ""
+    spent: int = 0
+    """Example-forwards of training so far."""
     step: int = field(init=False)
+    _evaluated_at: int = field(init=False, default=0)
     _interrupted: bool = field(init=False, default=False)
     _skips: int = field(init=False, default=0)
     _snapshot_time: float = field(init=False, default=0.0)
     _upcoming: _Upcoming = field(init=False)
 
     def __post_init__(self) -> None:
-        self.step = self.start
+        self.step, self._evaluated_at = self.start, self.spent
         self._upcoming = _Upcoming(self.method)
 
     @property
@@ -94,6 +101,7 @@ class MeZOTrainer:
         self.journal.append(record)
         self.engine.apply([record.update])
         self.method.observe(record)
+        self.spent += self.method.cost(record)
         self._stop_if_hopeless(record)
         return record
 
@@ -101,7 +109,7 @@ class MeZOTrainer:
         def answer(question: Question) -> Any:
             if question.max_new_tokens:
                 return self.engine.generate(question.batch, question.probes, question.max_new_tokens)
-            if self.engine.pipeline is not None and step + 1 < self.limits.steps:
+            if self.engine.pipeline is not None and self.method.looks_ahead and step + 1 < self.limits.steps:
                 self.engine.pipeline.prefetch(lambda: self._upcoming.questions(step + 1)[1])
             return self.engine.score(question.batch, question.probes)
 
@@ -118,19 +126,29 @@ class MeZOTrainer:
 
     def _evaluate_if_due(self) -> None:
         """Evaluate before the first step, every `eval_every` steps and at the end."""
-        every = self.limits.eval_every
-        if self.evaluate is None or not every or (self.history and self.history[-1][0] >= self.step):
+        if self.evaluate is None or (self.history and self.history[-1][0] >= self.step):
             return
-        if self.step % every == 0 or self.step >= self.limits.steps:
+        if self._is_evaluation_due() or self.has_reached_limit():
             evaluation = self.evaluate()
+            self._evaluated_at = self.spent
             self.history.append((self.step, evaluation))
             self.notify("evaluation", {"step": self.step, **evaluation.to_dict()})
             if self.best is not None and self.best.step == self.step:
                 self._snapshot()
 
+    def _is_evaluation_due(self) -> bool:
+        every, forwards = self.limits.eval_every, self.limits.eval_forwards
+        if every:
+            return self.step % every == 0
+        return bool(forwards) and (not self.history or self.spent - self._evaluated_at >= forwards)
+
+    def has_reached_limit(self) -> bool:
+        limits = self.limits
+        return self.step >= limits.steps or self.spent >= limits.forwards or bool(self.method.finished)
+
     def _reason_to_stop(self, start: float) -> str:
-        if self.step >= self.limits.steps:
-            return "finished"
+        if self.has_reached_limit():
+            return self.method.finished or "finished"
         if self._interrupted:
             return "interrupted"
         if time.monotonic() - start > self.limits.seconds:
@@ -146,8 +164,8 @@ class MeZOTrainer:
         if self._skips >= MAX_SKIPS:
             self.journal.sync()
             raise RunFailed(
-                f"the loss was not a number for {MAX_SKIPS} steps in a row (last step {record.step}); they did not "
-                "touch the weights. A smaller --lr or --eps usually helps; the journal holds the run up to here"
+                f"the loss was not a number for {MAX_SKIPS} steps in a row (last step {record.step}); they did not touch "
+                "the weights. A smaller --eps, or a smaller --lr of --method spsa, usually helps; the journal holds the run"
             )
 
     def _snapshot_if_due(self) -> None:

@@ -4,9 +4,20 @@ A task is data. `get_task` finds one, `load_examples` reads rows for it, `Encode
 """
 
 from mezzo.tasks.encoder import Encoder
-from mezzo.tasks.loading import bundled_data, load_examples
+from mezzo.tasks.loading import bundled_data, find_split, is_k_shot, load_examples
 from mezzo.tasks.registry import get_task, list_tasks
 from mezzo.tasks.sampling import k_shot
 from mezzo.tasks.task import MLMConfig, Task
 
-__all__ = ["Encoder", "MLMConfig", "Task", "bundled_data", "get_task", "k_shot", "list_tasks", "load_examples"]
+__all__ = [
+    "Encoder",
+    "MLMConfig",
+    "Task",
+    "bundled_data",
+    "find_split",
+    "get_task",
+    "is_k_shot",
+    "k_shot",
+    "list_tasks",
+    "load_examples",
+]

@@ -6,18 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mezzo.errors import DataError
+from mezzo.tasks.column_names import SYNONYMS
 from mezzo.tasks.labels import LabelReader
 from mezzo.tasks.readers import BadRows, Cells, RawTable, Table
 from mezzo.tasks.task import Task
-
-# Names of the same column in common data sets.
-_SYNONYMS = (
-    ("text", "sentence", "review", "content", "comment", "tweet", "utterance", "document", "body", "question"),
-    ("premise", "sentence1", "question1", "text1", "text_a", "s1", "#1 string"),
-    ("hypothesis", "sentence2", "question2", "text2", "text_b", "s2", "#2 string"),
-    ("label", "labels", "gold_label", "coarse_label", "label-coarse", "is_duplicate", "class", "target", "sentiment"),
-    ("answers", "answer"),
-)
 
 
 def match_columns(
@@ -50,7 +42,7 @@ def name_columns(
     task: Task, raw: RawTable, labels: LabelReader, labelled: bool, column_map: Mapping[str, str]
 ) -> tuple[Table, bool]:
     """The rows by column name, and whether the file had a header."""
-    if raw.source.lower().endswith(".txt"):
+    if raw.lines:
         return _table_from_lines(task, raw, labels, labelled), False
     first = raw.rows[0][1]
     inferred = None if _is_header(task, first, labelled, column_map) else _infer_header(task, raw, labels, labelled)
@@ -136,7 +128,7 @@ def _find_column(task: Task, column: str, names: Sequence[str], where: str) -> s
 def _matching_columns(task: Task, column: str, names: Iterable[str]) -> list[str]:
     """Columns of the data that may be `column`: the one of that name, else the task's aliases, else synonyms."""
     reserved = {name.lower() for name in (*required_columns(task), task.label_column)} - {column.lower()}
-    groups = ({column}, task.column_aliases.get(column, ()), *(group for group in _SYNONYMS if column in group))
+    groups = ({column}, task.column_aliases.get(column, ()), *(group for group in SYNONYMS if column in group))
     for group in groups:
         accepted = {name.lower() for name in group} - reserved
         if matches := [name for name in names if name.strip().lower() in accepted]:

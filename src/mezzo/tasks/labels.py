@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mezzo.errors import DataError, nearest
+from mezzo.errors import DataError, join_names, nearest
 from mezzo.tasks.task import Task, as_texts
 
 IdOrder = str | Sequence[str] | Mapping[int, str] | None
@@ -37,37 +37,47 @@ class LabelReader:
         elif len(set(task.id_orders.values())) == 1:
             self._set_id_order(next(iter(task.id_orders.values())))
 
-    def use_layout_order(self, source: str) -> None:
-        """Use the id order of a source whose file layout the data has."""
-        if not self._stated and self.task.id_order is None and source in self.task.id_orders:
-            self._set_id_order(self.task.id_orders[source])
+    def use_layout_order(self, *sources: str) -> None:
+        """Use the id order of the first of these sources that the task declares: the data has their file layout."""
+        declared = [source for source in sources if source in self.task.id_orders]
+        if declared and not self._stated and self.task.id_order is None:
+            self._set_id_order(self.task.id_orders[declared[0]])
 
     def use_data_names(self, names: Sequence[str]) -> None:
         """Use the label names that the data carries for its ids."""
         if names and not self._stated and all(normalize_label(name) in self._index for name in names):
             self._set_id_order(names)
 
+    def is_name(self, value: Any) -> bool:
+        return self._find(value) is not None
+
     def could_be_label(self, value: Any) -> bool:
         """Could this be a label? Used to recognise files without a header."""
-        if normalize_label(str(value)) in self._index:
+        if self.is_name(value):
             return True
         number = _parse_id(value)
-        return number is not None and 0 <= number < max(len(self.task.labels), 2)
+        ids = (len(order) for order in (self.task.labels, *self.task.id_orders.values()))
+        return number is not None and 0 <= number < max(*ids, 2)
 
     def read(self, value: Any) -> int:
         """The index of a label."""
-        name = normalize_label(str(value))
-        if name in self._index:
-            return self._index[name]
+        if (index := self._find(value)) is not None:
+            return index
         if (number := _parse_id(value)) is None:
-            labels, hint = ", ".join(self.task.labels), nearest(name, self._index)
+            labels, hint = join_names(self.task.labels), nearest(normalize_label(str(value)), self._index)
+            hint = hint or "; rename it, or give a task file that lists it under label_aliases"
             raise DataError(f"unknown label {_short_repr(value)}; labels are {labels}{hint}")
         if self._index_of_id is None:
             raise DataError(f"label {_short_repr(value)} is an id, and {self._missing_order()}")
         if number not in self._index_of_id:
-            ids = ", ".join(f"{i} {self.task.labels[label]}" for i, label in sorted(self._index_of_id.items()))
+            ids = join_names(f"{i} {self.task.labels[label]}" for i, label in sorted(self._index_of_id.items()))
             raise DataError(f"unknown label {_short_repr(value)}; ids are {ids}; a task file states others by id_order")
         return self._index_of_id[number]
+
+    def _find(self, value: Any) -> int | None:
+        """The index of a label by its name; of `COARSE:fine`, the coarse one, as in TREC."""
+        name = normalize_label(str(value))
+        return self._index.get(name, self._index.get(name.partition(":")[0]))
 
     def _declared_order(self, name: str) -> Sequence[str]:
         orders = self.task.id_orders
@@ -80,11 +90,11 @@ class LabelReader:
 
     def _set_id_order(self, order: Sequence[str] | Mapping[int, str]) -> None:
         items = order.items() if isinstance(order, Mapping) else enumerate(order)
-        self._index_of_id = {int(i): self._label_index(label) for i, label in items}
+        self._index_of_id = {int(i): self._label_index(label) for i, label in items if label}
 
     def _label_index(self, label: str) -> int:
         if (index := self._index.get(normalize_label(str(label)))) is None:
-            labels, hint = ", ".join(self.task.labels), nearest(str(label), self.task.labels)
+            labels, hint = join_names(self.task.labels), nearest(str(label), self.task.labels)
             raise DataError(f"id_order names {label!r}, but the labels are {labels}{hint}")
         return index
 
@@ -92,26 +102,22 @@ class LabelReader:
         """Why an id cannot be read, and what to do."""
         task = self.task
         if not task.id_orders:
-            example = ", ".join(map(repr, task.labels))
+            example = join_names(map(repr, task.labels))
             return f"task {task.name!r} declares no id order; state what ids 0, 1, … mean in its file: id_order = [{example}]"
-        orders = "; ".join(
-            f"{source}: {', '.join(f'{i} {label}' for i, label in enumerate(order))}"
-            for source, order in task.id_orders.items()
-        )
         first = next(iter(task.id_orders))
-        return f"task {task.name!r} knows several id orders ({orders}); state one, such as --id-order {first}"
+        return f"task {task.name!r} knows several id orders ({task.describe_id_orders()}); state one, such as --id-order {first}"
 
 
 def choice_label(value: Any, candidates: Sequence[str]) -> int:
-    """The index of the correct candidate of a choice, which is given by its index or by its text (or several texts)."""
+    """The index of the correct candidate of a choice, which is given by its index or by its text; of several, the first."""
     if (number := _parse_id(value)) is not None:
         if not 0 <= number < len(candidates):
             raise DataError(f"label {number} for {len(candidates)} candidates; give an index from 0")
         return number
     answers = as_texts(value)
-    for index, candidate in enumerate(candidates):
-        if candidate in answers:
-            return index
+    for answer in answers:
+        if answer in candidates:
+            return candidates.index(answer)
     raise DataError(f"none of the answers {_short_repr(answers)} is among the {len(candidates)} candidates")
 
 

@@ -45,20 +45,24 @@ def load_examples(
     id_order: IdOrder = None,
     labelled: Labelled = True,
     columns: Mapping[str, str] | None = None,
-    encoding: str = "utf-8",
+    encoding: str | None = None,
 ) -> list[Example]:
     """Examples of `task` from a path, a folder with splits, a list of dicts, a Hugging Face dataset or a data frame.
 
     `id_order` says what integer labels mean: the name of an order the task declares, or label names in id order.
     `labelled`: True refuses rows without a label, False keeps them, 'skip' leaves them out, 'ignore' reads no labels.
-    `columns` names what cannot be guessed, task column → column of the data. `hub:NAME` or `hub:NAME:CONFIG` is loaded
+    `columns` names what cannot be guessed, task column → column of the data. `encoding` is that of a file; None: UTF-8, or
+    where that fails that of the task's published files, or latin-1. `hub:NAME` or `hub:NAME:CONFIG` is loaded
     with the `datasets` library.
     """
     task = get_task(task)
     options = _LoadOptions(task, LabelReader(task, id_order), labelled, columns or {})
     if isinstance(source, list | tuple) and source and isinstance(source[0], Example):
         return list(source)
-    table = _name_table(read_table(source, split, encoding), options)
+    if files := _find_label_files(source, split, options):
+        table = _table_from_label_files(files, task, encoding)
+    else:
+        table = _name_table(read_table(source, split, encoding, task.encoding), options)
     examples = list(_examples(table, options))
     if not examples:
         raise DataError(f"{table.source}: no rows{' with a label' if table.rows else ''}; give data that has some")
@@ -71,42 +75,78 @@ def bundled_data(task_name: str, split: str) -> Path | None:
     return path if path.is_file() else None
 
 
+def is_k_shot(folder: Path) -> bool:
+    """Is this a folder of LM-BFF's layout, `TASK/K-SEED`?"""
+    return _K_SHOT.fullmatch(folder.name) is not None
+
+
 # --- from a source to a table
 
 
-def read_table(source: Any, split: str | None = None, encoding: str = "utf-8") -> Table | RawTable:
+def read_table(
+    source: Any, split: str | None = None, encoding: str | None = None, published_encoding: str = ""
+) -> Table | RawTable:
     """The rows of a source, before it is known which column is which."""
     if isinstance(source, str) and source.startswith("hub:"):
         source = _load_from_hub(source.removeprefix("hub:"), split)
     if not isinstance(source, str | Path):
         return _table_from_object(source, split)
-    path = _split_file(Path(source), split) if Path(source).is_dir() else Path(source)
+    path = Path(source)
+    if path.is_dir():
+        if (file := find_split(path, split)) is None:
+            found = ", ".join(sorted(file.name for file in _data_files(path).values())) or "no data files"
+            problem = "name a split" if split is None else f"no file for split {split!r}"
+            raise DataError(f"{path} is a folder: {problem}; found {found}")
+        path = file
     if not path.exists():
         neighbours = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         raise DataError(f"no file {str(path)!r}{nearest(path.name, neighbours) or '; check the path'}")
-    return read_file(path, encoding)
+    return read_file(path, encoding, published_encoding)
 
 
 def _name_table(table: Table | RawTable, options: _LoadOptions) -> Table:
-    in_k_shot_folder = _K_SHOT.fullmatch(Path(table.source).parent.name)
-    has_header = True
+    in_k_shot_folder, has_header = is_k_shot(Path(table.source).parent), True
     if isinstance(table, RawTable):
         needs_label = options.labelled not in (False, "ignore")
         table, has_header = name_columns(options.task, table, options.labels, needs_label, options.columns)
     if not has_header or in_k_shot_folder:
-        options.labels.use_layout_order("lm-bff")  # only its files have no header or lie in K-SEED folders
+        options.labels.use_layout_order("lm-bff", "csv")  # whose files have no header, or lie in K-SEED folders
     return table
 
 
-def _split_file(folder: Path, split: str | None) -> Path:
-    files = {path.stem: path for suffix in reversed(READERS) for path in sorted(folder.glob(f"*{suffix}"))}
+def find_split(folder: Path, split: str | None) -> Path | None:
+    """The file of a split in a folder."""
+    files = _data_files(folder)
     synonyms = next((names for names in _SPLITS if split in names), ())
-    for name in (split or "", *synonyms):
-        if name in files:
-            return files[name]
-    found = ", ".join(sorted(path.name for path in files.values())) or "no data files"
-    problem = "name a split" if split is None else f"no file for split {split!r}"
-    raise DataError(f"{folder} is a folder: {problem}; found {found}")
+    return next((files[name] for name in (split or "", *synonyms) if name in files), None)
+
+
+def _data_files(folder: Path) -> dict[str, Path]:
+    return {path.stem: path for suffix in reversed(READERS) for path in sorted(folder.glob(f"*{suffix}"))}
+
+
+def _find_label_files(source: Any, split: str | None, options: _LoadOptions) -> dict[int, Path]:
+    """Label → its file in a folder with one file of lines per label (`rt-polarity.pos`, `quote.tok.gt9.5000`)."""
+    task, labels = options.task, options.labels
+    if split not in (None, "train") or len(task.columns) > 1 or not isinstance(source, str | Path):
+        return {}
+    folder = Path(source)
+    if not folder.is_dir() or find_split(folder, split):
+        return {}
+    named = [(part, path) for path in sorted(folder.iterdir()) for part in path.name.split(".") if labels.is_name(part)]
+    files = {labels.read(part): path for part, path in named}
+    return files if len(task.labels) == len(named) == len(files) else {}
+
+
+def _table_from_label_files(files: Mapping[int, Path], task: Task, encoding: str | None) -> Table:
+    tables = {label: read_file(path, encoding, task.encoding, suffix=".txt") for label, path in files.items()}
+    rows = [
+        {task.label_column: task.labels[label], task.columns[0]: cells[0]}
+        for label, table in tables.items()
+        if isinstance(table, RawTable)
+        for _, cells in table.rows
+    ]
+    return Table(str(next(iter(files.values())).parent), list(enumerate(rows, 1)), "row")
 
 
 def _load_from_hub(name: str, split: str | None) -> Any:
@@ -156,9 +196,12 @@ def _examples(table: Table, options: _LoadOptions) -> Iterator[Example]:
         if names != (names := tuple(row)):  # rows of a table have the same columns; lines of JSON may not
             columns = match_columns(task, names, table.location(number), options.columns, options.labelled is True)
             labels.use_data_names(table.label_names.get(columns.get(task.label_column, ""), ()))
+        value = row.get(columns.get(task.label_column, ""))
+        if task.label_column not in options.columns and labels.is_name(row.get("label_text", "")):
+            value = row["label_text"]  # beside an id, whose meaning a copy of a data set may have changed
         try:
             fields = {column: _field(row[columns[column]], column, task) for column in required_columns(task)}
-            example = _example(fields, row.get(columns.get(task.label_column, "")), options)
+            example = _example(fields, value, options)
         except DataError as error:
             bad.add(number, str(error))
             continue
@@ -179,7 +222,7 @@ def _example(fields: dict[str, Any], value: Any, options: _LoadOptions) -> Examp
     if task.kind == "generation":
         return Example({**fields, task.label_column: as_texts(value)}, 0)
     if task.kind == "choice":
-        candidates = [text for column in task.candidates for text in as_texts(fields[column])]
+        candidates = task.choices(fields)
         answers = {} if isinstance(value, int) else {task.label_column: as_texts(value)}
         return Example({**fields, **answers}, choice_label(value, candidates))
     return Example(fields, labels.read(value))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mezzo.errors import DataError, list_some
+from mezzo.errors import DataError, join_names
 from mezzo.tasks.column_roles import Roles, find_roles, is_usual
 from mezzo.tasks.columns import flatten_row
 from mezzo.tasks.label_words import propose_words
@@ -93,7 +93,7 @@ class Proposal:
         lines = [
             f"proposed task {task.name!r}:",
             f"  text      {', '.join(self.sources[column] for column in task.columns)}",
-            f"  label     {self.sources[task.label_column]}: {list_some(labels)}",
+            f"  label     {self.sources[task.label_column]}: {join_names(labels)}",
         ]
         if not self.head or task.family == "causal":
             lines.append(f"  template  {one_line(task.template)}")
@@ -175,7 +175,7 @@ def one_line(template: str) -> str:
 
 def _raw_columns(table: RawTable) -> tuple[dict[str, list[str]], bool]:
     first = table.rows[0][1]
-    if table.source.lower().endswith(".txt"):
+    if table.lines:
         raise DataError(f"{table.source}: lines of text have no columns to propose a task from; pass --task NAME")
     body = [cells for _, cells in table.rows[1:] if len(cells) == len(first)]
     # A row of data holds values that come again, at least its label; a header does not.
@@ -223,7 +223,7 @@ def _count_labels(cells: Sequence[str], known: Collection[str], where: str) -> t
     if not known:
         return dict(sorted(counts.items(), key=_label_order)), aliases
     if unknown := [f"{label!r} ({count} rows)" for label, count in counts.items() if label not in known]:
-        raise DataError(f"{where}: no word for the label {list_some(unknown)}; --words needs one for every label")
+        raise DataError(f"{where}: no word for the label {join_names(unknown)}; --words needs one for every label")
     return counts, aliases
 
 

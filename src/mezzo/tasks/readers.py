@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mezzo.errors import DataError
+from mezzo.errors import DataError, MezzoWarning
 
 # Longest line in bytes. A longer one belongs to some other kind of file, and would fill the memory.
 MAX_LINE = 10_000_000
@@ -18,6 +19,19 @@ MAX_LINE = 10_000_000
 MAX_TABLE = 2**30
 # What separates the cells of a .csv file, most likely first, and the rows that are tried.
 DELIMITERS, SNIFFED_ROWS = (",", ";", "\t"), 100
+# How files that are not text begin, and what they are.
+_BINARY = {
+    b"PK\x03\x04": "a zip archive",
+    b"\x1f\x8b": "a gzip file",
+    b"BZh": "a bzip2 file",
+    b"\xfd7zXZ": "an xz file",
+    b"7z\xbc\xaf": "a 7z archive",
+    b"\x28\xb5\x2f\xfd": "a zstd file",
+    b"SQLite format 3": "an SQLite database",
+    b"%PDF": "a PDF",
+    b"PAR1": "a parquet file",
+    b"ARROW1": "an Arrow file",
+}
 
 Row = Mapping[str, Any]
 Cells = list[str]
@@ -39,10 +53,11 @@ class Table:
 
 @dataclass(frozen=True)
 class RawTable:
-    """Rows of cells whose columns have no names yet: the first row may be a header."""
+    """Rows of cells whose columns have no names yet: the first row may be a header. `lines`: of one cell each, with no header."""
 
     source: str
     rows: Sequence[tuple[int, Cells]]
+    lines: bool = False
 
 
 class BadRows:
@@ -74,15 +89,35 @@ class BadRows:
         raise DataError(f"{self.source}, {'; also '.join(parts)}{end}")
 
 
-def read_file(path: Path, encoding: str = "utf-8") -> Table | RawTable:
-    """The content of a file, by its suffix."""
-    suffix = path.suffix.lower()
-    if suffix not in READERS:
-        raise DataError(f"{path}: unknown file type {suffix!r}; use one of {', '.join(READERS)}")
+class _NotDecodable(DataError):
+    """A line is not in the encoding that the file is read in."""
+
+
+def read_file(
+    path: Path, encoding: str | None = None, published_encoding: str = "", suffix: str | None = None
+) -> Table | RawTable:
+    """The content of a file, by its suffix unless another is given.
+
+    Without a stated encoding it is UTF-8; where that fails, that of the data set's published files, or latin-1 and a warning.
+    """
+    suffix = suffix or path.suffix.lower()
     if path.exists() and not path.is_file():
         raise DataError(f"{path} is not a file; give one that can be read twice, such as a copy on disk")
     try:
-        table = READERS[suffix](path, encoding)
+        _refuse_binary(path)
+        if suffix not in READERS:
+            raise DataError(f"{path}: unknown file type {suffix!r}; use one of {', '.join(READERS)}")
+        try:
+            table = READERS[suffix](path, encoding or "utf-8")
+        except _NotDecodable as error:
+            if encoding is not None:
+                raise
+            table = READERS[suffix](path, published_encoding or "latin-1")
+            if not published_encoding:
+                text = f"{error}; the file is read as latin-1 (--encoding NAME if it is another)"
+                warnings.warn(text, MezzoWarning, stacklevel=2)
+    except _NotDecodable as error:
+        raise DataError(f"{error}; save the file as UTF-8, or pass --encoding latin-1") from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from None
     if not table.rows:
@@ -103,9 +138,8 @@ def numbered_lines(path: Path, encoding: str = "utf-8") -> Iterator[tuple[int, s
             try:
                 yield number, raw.decode(encoding).removeprefix("\ufeff" if number == 1 else "")
             except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path}, line {number}: not {encoding.upper()} (byte 0x{raw[error.start]:02x} at"
-                    f" {error.start + 1}); save the file as UTF-8, or pass --encoding latin-1"
+                raise _NotDecodable(
+                    f"{path}, line {number}: not {encoding.upper()} (byte 0x{raw[error.start]:02x} at {error.start + 1})"
                 ) from None
             except (LookupError, UnicodeError):
                 raise _unknown_encoding(path, encoding) from None
@@ -202,7 +236,7 @@ def _read_tsv(path: Path, encoding: str) -> RawTable:
 def _read_txt(path: Path, encoding: str) -> RawTable:
     """Lines of text, one cell each."""
     lines = numbered_lines(path, encoding)
-    return RawTable(str(path), [(number, [line.strip()]) for number, line in lines if line.strip()])
+    return RawTable(str(path), [(number, [line.strip()]) for number, line in lines if line.strip()], lines=True)
 
 
 def _read_parquet(path: Path, _: str) -> Table:
@@ -233,6 +267,8 @@ READERS: dict[str, Callable[[Path, str], Table | RawTable]] = {
     ".tsv": _read_tsv,
     ".csv": _read_csv,
     ".txt": _read_txt,
+    ".all": _read_txt,  # TREC, MR, CR, MPQA and Subj as sent-conv publishes them
+    ".label": _read_txt,  # TREC as its authors do
     ".parquet": _read_parquet,
 }
 
@@ -251,6 +287,19 @@ def _label_names(metadata: Mapping[bytes, bytes]) -> dict[str, tuple[str, ...]]:
         return {column: tuple(feature["names"]) for column, feature in features.items() if "names" in feature}
     except (KeyError, TypeError, ValueError):
         return {}
+
+
+def _refuse_binary(path: Path) -> None:
+    """Refuse a file that is not text by saying what it is, whatever its name."""
+    with path.open("rb") as file:
+        start = file.read(1024)
+    if path.suffix.lower() == ".parquet" or start.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return
+    kind = next((kind for magic, kind in _BINARY.items() if start.startswith(magic)), None)
+    if kind is not None:
+        raise DataError(f"{path} is {kind}, not text; unpack or convert it, and give one of {', '.join(READERS)}")
+    if b"\0" in start:
+        raise DataError(f"{path} is a binary file, not text; give one of {', '.join(READERS)}")
 
 
 def _check_size(path: Path, size: int) -> None:

@@ -11,16 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.errors import TaskError, nearest
-from mezzo.tasks.catalogue import CAUSAL, MASKED
+from mezzo.tasks.catalogue import DEFAULTS, TASKS, Fields
 from mezzo.tasks.task import Task
 from mezzo.types import Family
 
-_TABLES: dict[str, dict[str, dict[str, Any]]] = {"masked": MASKED, "causal": CAUSAL}
 _KEYS = tuple(f.name for f in dataclasses.fields(Task))
+
+
+def _task_of_family(name: str, entry: Fields, family: str) -> Task:
+    own = entry[family] if isinstance(entry[family], dict) else {"template": entry[family]}
+    shared = {key: value for key, value in entry.items() if key not in DEFAULTS}
+    return Task(**{"name": name, "family": family, **DEFAULTS[family], **shared, **own})
+
+
 _TASKS = tuple(
-    Task(**{"name": name, "family": family, **fields})
-    for family, tasks in _TABLES.items()
-    for name, fields in tasks.items()
+    _task_of_family(name, entry, family) for family in DEFAULTS for name, entry in TASKS.items() if family in entry
 )
 
 
@@ -83,7 +88,7 @@ def _find_by_name(name: str, family: Family | None) -> Task:
         if family in (None, task.family):
             return task
     if matches:
-        others = ", ".join(sorted(_TABLES[str(family)]))
+        others = ", ".join(sorted(task.name for task in _TASKS if task.family == family))
         raise TaskError(f"task {name!r} is {matches[0].family}, not {family}; the {family} tasks are {others}")
     names = list(dict.fromkeys(task.name for task in _TASKS))
     hint = nearest(name.lower(), names) or f"; known: {', '.join(names)}, or a path that ends in .toml"

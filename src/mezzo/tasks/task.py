@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from mezzo.errors import TaskError, nearest
+from mezzo.errors import TaskError, join_names, nearest
 from mezzo.tasks import templates
 from mezzo.tasks.template_ast import Nodes
 from mezzo.types import Example, Family
@@ -24,7 +24,7 @@ class Task:
     """What to ask a model about a row of data, and which answers are scored.
 
     `labels` and `words` are in candidate order. A `choice` has its candidates in columns of the row, and a `generation`
-    its answers in the label column. `id_orders` says, per source of data, which label each integer id means.
+    its answers in the label column. `id_orders` says, per source of data, which label each integer id means; '' is no label.
     """
 
     name: str
@@ -50,6 +50,8 @@ class Task:
     column_aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     layout: tuple[str, ...] = ()
     """Columns of those files of the task that have no header; '' for one to ignore."""
+    encoding: str = ""
+    """Encoding of the published files, where it is not UTF-8."""
     candidates: tuple[str, ...] = ()
     """For a choice: the columns that hold its candidates, or one column that holds a list of them."""
     fill: tuple[str, ...] = ()
@@ -108,7 +110,7 @@ class Task:
             return list(self.words)
         if self.kind == "generation":
             return as_texts(example.fields.get(self.label_column, ()))
-        candidates = [text for column in self.candidates for text in as_texts(example.fields[column])]
+        candidates = self.choices(example.fields)
         if self.lower_candidates:
             candidates = [_lower_first_word(text) for text in candidates]
         if self.fill:
@@ -116,13 +118,29 @@ class Task:
             candidates = [self.text(example, column).replace(marker, text) for text in candidates]
         return candidates
 
+    def choices(self, fields: Mapping[str, Any]) -> list[str]:
+        """The candidates of a choice as the row has them."""
+        return [text for column in self.candidates for text in as_texts(fields[column])]
+
+    def right_choices(self, example: Example) -> tuple[int, ...]:
+        """The indices of a choice's right candidates, where the row names several right answers."""
+        answers = example.fields.get(self.label_column, ()) if self.kind == "choice" else ()
+        return tuple(i for i, text in enumerate(self.choices(example.fields)) if text in answers) if answers else ()
+
     def render(self, example: Example | None = None) -> str:
         """The prompt for a human reader, without a tokenizer; of the task's sample row by default."""
         example = example if example is not None else Example(self.sample)
         return templates.render(self.nodes, self.texts(example))
 
+    def describe_id_orders(self) -> str:
+        """`hub: 0 entailment, 1 neutral; lm-bff: …`: what ids mean, by source."""
+        return "; ".join(
+            f"{source}: {join_names(f'{i} {label}' for i, label in enumerate(order) if label)}"
+            for source, order in self.id_orders.items()
+        )
+
     def describe(self) -> dict[str, Any]:
-        """What `mezzo tasks show` prints."""
+        """What `mezzo tasks NAME` prints."""
         computed = {"words": self.word_of, "example": self.render() if self.sample else ""}
         keys = ("name", "family", "kind", "template", "words", "metric", "example", "max_length")
         return {key: computed[key] if key in computed else getattr(self, key) for key in keys}
@@ -139,7 +157,7 @@ class Task:
 
     def _normalize(self) -> None:
         """Lists become tuples; words may be given by label name."""
-        for name in ("name", "template", "label_column", "answer_end"):
+        for name in ("name", "template", "label_column", "answer_end", "encoding"):
             if not isinstance(getattr(self, name), str):
                 raise TaskError(f"{name} is {getattr(self, name)!r}; give a string")
         for name in ("id_orders", "label_aliases", "column_aliases", "rewrite", "sample"):
@@ -184,7 +202,7 @@ class Task:
         if empty := [label for label, word in self.word_of.items() if not word.strip()]:
             raise TaskError(f"the word of label {empty[0]!r} is empty")
         for source, order in self.id_orders.items():
-            if sorted(order) != sorted(self.labels):
+            if sorted(filter(None, order)) != sorted(self.labels):
                 raise TaskError(f"the id order of {source!r} is {order}; it must list each of {self.labels} once")
         if self.id_order is not None and self.id_order not in self.id_orders:
             declared = ", ".join(self.id_orders) or "none"
@@ -193,46 +211,61 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class MLMConfig:
-    """A user's template and label words. Mapping keys are label names, or the data's own integer ids."""
+    """A user's template and label words. Mapping keys are label names, or integer ids where their meaning is known."""
 
     template: str | None = None
     label_word_mapping: Mapping[str | int, str] | None = None
     use_space_prefix: bool | None = None
     """None: as in the task."""
 
-    def apply(self, task: Task) -> Task:
-        """`task` with this template and these words.
-
-        Integer keys are translated by the task's id order; where sources disagree on it, the ids themselves become the
-        labels, so that data with those ids needs no further settings.
-        """
+    def apply(self, task: Task, id_order: str | None = None) -> Task:
+        """`task` with this template and these words. `id_order` names the source whose ids the keys of a mapping are."""
         changes: dict[str, Any] = {} if self.use_space_prefix is None else {"space_prefix": self.use_space_prefix}
         if self.template is not None:
             changes["template"] = self.template
-        mapping = dict(self.label_word_mapping or {})
-        ids = {int(key): word for key, word in mapping.items() if str(key).isdecimal() and str(key) not in task.labels}
-        if mapping and len(ids) == len(mapping):
-            orders = set(task.id_orders.values()) if task.id_order is None else {task.id_orders[task.id_order]}
-            if sorted(ids) != list(range(len(task.labels))):
-                raise TaskError(
-                    f"label_word_mapping has ids {sorted(ids)}; {task.name!r} has {len(task.labels)} labels"
-                )
-            if len(orders) == 1:
-                mapping = {label: ids[i] for i, label in enumerate(orders.pop())}
-            else:
-                names = tuple(str(i) for i in sorted(ids))
-                changes |= {"labels": names, "id_orders": {"data": names}, "id_order": "data", "label_aliases": {}}
-                mapping = {str(i): word for i, word in ids.items()}
-        if mapping:
-            changes["words"] = order_by_label(mapping, changes.get("labels", task.labels))
+        if mapping := self.label_word_mapping:
+            label_of = _labels_by_id(task, mapping, id_order) if _has_ids(mapping, task) else _labels_by_name(task)
+            words = {label_of.get(str(key).lower(), key): word for key, word in mapping.items()}
+            changes["words"] = order_by_label(words, task.labels)
         return task.replace(**changes)
+
+
+def _has_ids(mapping: Mapping[Any, str], task: Task) -> bool:
+    return all(str(key).isdecimal() and str(key) not in task.labels for key in mapping)
+
+
+def _labels_by_name(task: Task) -> dict[str, str]:
+    """Label by its name in lower case, or by an alias."""
+    return {**task.label_aliases, **{label.lower(): label for label in task.labels}}
+
+
+def _labels_by_id(task: Task, mapping: Mapping[Any, str], id_order: str | None) -> dict[str, str]:
+    """Label by id; an order that differs between sources is never guessed."""
+    by_name = (
+        f"map label names, such as {{{join_names([f'{label!r}: {word!r}' for label, word in task.word_of.items()])}}}"
+    )
+    source = id_order or task.id_order or ""
+    orders = {task.id_orders[source]} if source in task.id_orders else set(task.id_orders.values())
+    if len(orders) != 1:
+        if not orders:
+            raise TaskError(f"the words are mapped by ids, which have no declared order; {by_name}")
+        raise TaskError(
+            f"the words are mapped by ids, which mean different labels ({task.describe_id_orders()}); {by_name}, "
+            f"or state whose ids they are, such as --id-order {next(iter(task.id_orders))}"
+        )
+    label_of = {str(i): label for i, label in enumerate(orders.pop()) if label}
+    if unknown := sorted(set(map(str, mapping)) ^ set(label_of)):
+        raise TaskError(
+            f"the words are mapped by ids {join_names(mapping)}, and id {unknown[0]} has no pair; {by_name}"
+        )
+    return label_of
 
 
 def order_by_label(words: Mapping[Any, str], labels: Sequence[str]) -> tuple[str, ...]:
     """The words in label order; every label must have one, and nothing else."""
     for key in words:
         if str(key) not in labels:
-            raise TaskError(f"a word for {key!r}, but the labels are {', '.join(labels)}{nearest(str(key), labels)}")
+            raise TaskError(f"a word for {key!r}, but the labels are {join_names(labels)}{nearest(str(key), labels)}")
     word_of = {str(key): word for key, word in words.items()}
     if missing := [label for label in labels if label not in word_of]:
         raise TaskError(f"no word for label {missing[0]!r}; give one per label")

@@ -29,14 +29,16 @@ class Slot:
     index: int
     space: bool = False
     case: str = ""
-    """The first letter: `l` for lower case, `u` for upper case, empty for as it is."""
+    """`l` for the first letter in lower case, `u` in upper case, `L` for all of it in lower case; empty for as it is."""
     drop: str = ""
     """`-` drops the last character whatever it is; any other character is dropped only if the text ends with it."""
 
     def apply(self, text: str) -> str:
         """`text` as it appears in the prompt: stripped, with this slot's changes."""
         text = text.strip()
-        if self.case:
+        if self.case == "L":
+            text = text.lower()
+        elif self.case:
             first = text[:1].lower() if self.case == "l" else text[:1].upper()
             text = first + text[1:]
         if self.drop == "-" or (self.drop and text.endswith(self.drop)):

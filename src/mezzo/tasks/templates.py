@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from mezzo.errors import TaskError, nearest
+from mezzo.tasks.column_names import find_column
 from mezzo.tasks.template_ast import MASK, SPECIAL_TOKENS, LabelWord, Node, Nodes, Slot, SpecialToken, Text
 
 _SENT = re.compile(r"(\+?)sent([lu]?)(-?)_(\d+)")
@@ -19,9 +20,12 @@ _STAR_TOKEN = re.compile(r"\*(?:\+?sent[a-z]*-?_\w+|labelx?_\w+|mask|cls|bos|eos
 _TOKEN_LIKE = re.compile(r"\+?[a-z]+[-+]?(?:_\w*)?")
 _STAR_NAMES = (*SPECIAL_TOKENS, "sep+", "sent_0", "+sent_0", "sent-_0", "sentl_0", "+sentl_0", "sentu_0", "label_0")
 
-_PLAIN_TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]|\[MASK\]|<mask>")
+_PLAIN_TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]|\[mask\]|<mask>", re.IGNORECASE)
+# What other programs write for a text or a special token, and what would be ordinary text here.
+_STAND_IN = re.compile(r"\[(\w+)\]|</?s>")
+_STAND_INS = ("text", "input", "x")
 _PUNCTUATION = "?!.,;:"
-_CASES = "lu"
+_CASES = "luL"
 _DROPS = "-" + _PUNCTUATION
 
 
@@ -125,8 +129,12 @@ def _parse_star_token(token: str, between_stars: bool) -> Node:
 
 
 def _parse_plain(template: str, columns: tuple[str, ...], family: str) -> Nodes:
-    if not any(match[1] is not None for match in _PLAIN_TOKEN.finditer(template)):
-        template = _add_slots(template, columns)
+    if "mask" not in columns:
+        template = template.replace("{mask}", "[MASK]")
+    has_slots = any(match[1] is not None for match in _PLAIN_TOKEN.finditer(template))
+    _refuse_stand_ins(template, columns, has_slots)
+    if not has_slots:
+        template = _add_slots(template, columns, family)
     nodes: list[Node] = []
     text, end = "", 0
     for match in _PLAIN_TOKEN.finditer(template):
@@ -148,9 +156,22 @@ def _parse_plain(template: str, columns: tuple[str, ...], family: str) -> Nodes:
     return (SpecialToken("cls"), *nodes, SpecialToken("sep", advance=True)) if family == "masked" else tuple(nodes)
 
 
-def _add_slots(template: str, columns: tuple[str, ...]) -> str:
-    """Complete a template without slots: it follows one text or joins two, as in the published T1, T2 and T3."""
+def _refuse_stand_ins(template: str, columns: tuple[str, ...], has_slots: bool) -> None:
+    for match in _STAND_IN.finditer(template):
+        name = (match[1] or match[0]).lower()
+        if name in ("cls", "sep", "pad", "bos", "eos", "<s>", "</s>"):
+            raise TaskError(f"{match[0]!r} in the template would be ordinary text; leave it out, it is added by itself")
+        column = find_column(name, columns) or (columns[0] if name in _STAND_INS else None)
+        if column and (match[1].isupper() or not has_slots):
+            raise TaskError(f"{match[0]!r} in the template would be ordinary text; write {{{column}}} for the text")
+
+
+def _add_slots(template: str, columns: tuple[str, ...], family: str) -> str:
+    """Complete a template without slots: it follows one text or joins two, as in the published T1, T2 and T3. One that ends in
+    a colon precedes its text, as T5 does."""
     body = template.strip(" ")
+    if len(columns) == 1 and family == "masked" and body.endswith(":"):
+        return body + " {0}"
     starts_with_punctuation = body[0] in _PUNCTUATION
     if len(columns) == 1:
         return "{0}" + ("" if starts_with_punctuation else " ") + body
@@ -163,17 +184,17 @@ def _parse_slot(spec: str, columns: tuple[str, ...], space: bool) -> Slot:
     name, _, changes = spec.partition(":")
     if name.isdecimal():
         index = int(name)
-    elif name in columns:
-        index = columns.index(name)
+    elif column := find_column(name, columns):
+        index = columns.index(column)
     else:
-        raise TaskError(
-            f"the template names {name!r}, but the columns are {', '.join(columns)}{nearest(name, columns)}"
-        )
+        slots = ", ".join(f"{{{column}}}" for column in columns)
+        raise TaskError(f"the template has {{{name}}}, and the task's texts are {slots}{nearest(name, columns)}")
     case = "".join(c for c in changes if c in _CASES)
     drop = "".join(c for c in changes if c in _DROPS)
     if len(case) > 1 or len(drop) > 1 or len(case) + len(drop) < len(changes):
         raise TaskError(
-            f"unknown change {changes!r} in '{{{spec}}}'; use l or u (first letter), - or one of {_PUNCTUATION}"
+            f"unknown change {changes!r} in '{{{spec}}}'; use l or u (first letter), L (all letters), - or one of"
+            f" {_PUNCTUATION}"
         )
     return Slot(index, space, case, drop)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from mezzo.engines.torch.forward.inputs import PaddedRows, make_rows
 from mezzo.engines.torch.forward.plan import make_plan
 from mezzo.engines.torch.forward.population import Population
 from mezzo.engines.torch.forward.prefix import tensor_infos
-from mezzo.engines.torch.forward.probe_point import ProbePoint
+from mezzo.engines.torch.forward.probe_point import ProbePoint, places_of
 from mezzo.engines.torch.forward.shared_prompts import can_share, score_candidates, within_windows
 from mezzo.engines.torch.forward.trained_modules import TrainedModules
 from mezzo.engines.torch.initial_values import initial_lora_factor, initial_prefix, untrained_partners
@@ -102,25 +103,29 @@ class TorchEngine:
         out = empty_scores(batch, len(probes))
         shared = self.share_prompts and self.causal and batch.readout.kind == "candidates"
         groups = [] if shared else self.padded_rows(batch)
-        points, members = self.probe_points(probes), self.micro_batch.members
-        with self.explain_out_of_memory(min(len(probes), members)):
+        points = self.probe_points(probes)
+        with self.explain_out_of_memory(max(len(point.probes) for point in points)):
             one_seed_each = all(len(point.seeds) <= 1 for point in points)
             if self.graphs is not None and one_seed_each and not shared and not self.frozen_cache:
                 self.graphs.score(groups, batch, points, out)
                 return out
             self.flush_updates()
-            for first, point in zip(range(0, len(probes), members), points, strict=True):
+            for place, point in zip(places_of(points), points, strict=True):
                 with self.population.at(point):
                     if shared:
-                        self._score_shared(batch, out[first : first + members])
+                        self._score_shared(batch, out[place])
                     else:
-                        self._score_groups(groups, batch, out[first : first + members])
+                        self._score_groups(groups, batch, out[place])
         return out
 
     def probe_points(self, probes: Sequence[Probe]) -> list[ProbePoint]:
-        """The probes in the groups that share a forward."""
+        """The probes in the groups that share a forward. A graph serves one direction: with graphs, only probes along the same
+        directions share one."""
         size = self.micro_batch.members
-        return [ProbePoint(tuple(probes[first : first + size]), self.device) for first in range(0, len(probes), size)]
+        groups = [tuple(probes[first : first + size]) for first in range(0, len(probes), size)]
+        if self.graphs is not None:
+            groups = [tuple(same) for group in groups for _, same in itertools.groupby(group, key=_seeds_of)]
+        return [ProbePoint(group, self.device) for group in groups]
 
     def padded_rows(self, batch: Batch) -> list[PaddedRows]:
         """The micro-batches of a batch; those of the last one are kept."""
@@ -299,3 +304,7 @@ class TorchEngine:
         for name, parameter in self.model.named_parameters():
             if name in self.population.trained:
                 parameter.data = self.population.value(name)
+
+
+def _seeds_of(probe: Probe) -> tuple[int, ...]:
+    return tuple(seed for seed, _ in probe.terms)

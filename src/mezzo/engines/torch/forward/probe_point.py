@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,6 +47,12 @@ class ProbePoint:
     def keys(self) -> Tensor:
         """[K]: the seeds' bits."""
         return words_on(self.device, self.seeds)
+
+
+def places_of(points: Sequence[ProbePoint]) -> list[slice]:
+    """Where the scores of each point's probes are among those of all."""
+    ends = list(itertools.accumulate(len(point.probes) for point in points))
+    return [slice(end - len(point.probes), end) for end, point in zip(ends, points, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mezzo.engines.torch.forward.inputs import PaddedRows
-from mezzo.engines.torch.forward.probe_point import ProbePoint
+from mezzo.engines.torch.forward.probe_point import ProbePoint, places_of
 from mezzo.engines.torch.gpu.captured_graph import CapturedForward, CapturedUpdate, number_words
 from mezzo.engines.torch.gpu.fused_ops import MAX_RANK
 from mezzo.types import Batch, Scores, Update
@@ -62,16 +62,16 @@ class Graphs:
     def score(self, groups: Sequence[PaddedRows], batch: Batch, points: Sequence[ProbePoint], out: Scores) -> None:
         """Launch every micro-batch at every point, then wait once for all scores."""
         launched = [
-            (number * self.engine.micro_batch.members, len(point.probes), rows, self._launch(rows, batch, point))
-            for number, point in enumerate(points)
+            (place, len(point.probes), rows, self._launch(rows, batch, point))
+            for place, point in zip(places_of(points), points, strict=True)
             for rows in groups
         ]
         self.scores_ready.record()
         if self.engine.pipeline is not None:
             self.engine.pipeline.upload_prefetched()
         self.scores_ready.synchronize()
-        for first, members, rows, scores in launched:
-            rows.write_scores(out[first : first + members], scores.numpy().reshape(members, -1, *rows.tail))
+        for place, members, rows, scores in launched:
+            rows.write_scores(out[place], scores.numpy().reshape(members, -1, *rows.tail))
 
     def prefetch(self, rows: PaddedRows, batch: Batch, point: ProbePoint) -> None:
         """Send the inputs of the next forward to its graph, if it has one, behind what the device is doing."""

@@ -1,0 +1,98 @@
+"""The convex problem of `--method solve`, against torch's autograd and against its own definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mezzo.method.score_model import ABSENT, ScoreModel, cross_entropies, logits_of
+from mezzo.types import Batch, Prompt, Readout
+
+
+def make_model(seed: int, directions: int = 7, examples: int = 40, classes: int = 5, signal: float = 1.0) -> ScoreModel:
+    """A random problem in which the first direction moves the right class up."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(classes, size=examples)
+    changes = rng.normal(size=(directions, examples, classes))
+    changes[0, np.arange(examples), labels] += signal
+    return ScoreModel(rng.normal(size=(examples, classes)), changes, labels)
+
+
+def torch_loss(model: ScoreModel, alpha: torch.Tensor, ridge: float = 0.0) -> torch.Tensor:
+    logits = torch.from_numpy(model.base) + torch.tensordot(alpha, torch.from_numpy(model.changes), 1)
+    return F.cross_entropy(logits, torch.from_numpy(model.labels)) + ridge / 2 * alpha @ alpha
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_slopes_and_curvature_are_those_of_autograd(seed):
+    model = make_model(seed)
+    zero = torch.zeros(7, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(torch_loss(model, zero), zero)
+    hessian = torch.autograd.functional.hessian(lambda a: torch_loss(model, a), zero)
+    np.testing.assert_allclose(model.slopes(), gradient.numpy(), atol=1e-12)
+    assert model.mean_curvature() == pytest.approx(float(hessian.trace()) / 7)
+
+
+@pytest.mark.parametrize("ridge", [1e-3, 0.1, 10.0])
+def test_the_fit_is_where_autograd_finds_no_slope(ridge):
+    model = make_model(5, directions=20, examples=60)
+    alpha = torch.tensor(model.fit(ridge), requires_grad=True)
+    (gradient,) = torch.autograd.grad(torch_loss(model, alpha, ridge), alpha)
+    assert float(gradient.norm()) < 1e-4 * max(1.0, float(np.linalg.norm(model.slopes())))
+
+
+def test_separable_examples_do_not_send_the_fit_to_infinity():
+    labels = np.array([0, 1] * 8)
+    changes = np.zeros((1, 16, 2))
+    changes[0, np.arange(16), labels] = 1.0
+    alpha = ScoreModel(np.zeros((16, 2)), changes, labels).fit(1e-3)
+    assert np.isfinite(alpha).all() and 1 < alpha[0] < 20
+
+
+def test_directions_without_effect_get_no_coefficient():
+    model = make_model(0)
+    model.changes[3] = 0.0
+    assert model.fit(0.1)[3] == 0.0
+    still = ScoreModel(model.base, np.zeros_like(model.changes), model.labels)
+    ridge, gain = still.choose_ridge(seed=1)
+    assert ridge > 0 and gain == pytest.approx(0.0) and not still.fit(ridge).any()
+
+
+def test_the_ridge_is_larger_where_there_is_only_noise():
+    noise, signal = make_model(2, directions=30, signal=0.0), make_model(2, directions=30, signal=3.0)
+    (most, no_gain), (least, gain) = noise.choose_ridge(seed=0), signal.choose_ridge(seed=0)
+    assert most > least and gain > 0.2 > no_gain
+
+
+def test_the_ridge_depends_on_nothing_but_the_seed():
+    model = make_model(4)
+    assert model.choose_ridge(seed=3) == model.choose_ridge(seed=3)
+
+
+def test_log_probabilities_of_a_vocabulary_keep_their_loss():
+    """One more candidate stands for all other words: the softmax then gives the log-probabilities back."""
+    rng = np.random.default_rng(0)
+    vocabulary = torch.log_softmax(torch.from_numpy(rng.normal(size=(2, 9, 50))), dim=-1).numpy()
+    prompts = tuple(Prompt((1, 2), label=int(label), position=1) for label in rng.integers(4, size=9))
+    batch = Batch(prompts, Readout("words", words=(0, 1, 2, 3), vocabulary=True))
+    logits = logits_of(vocabulary[..., :4].astype(np.float32), batch)
+    assert logits.shape == (2, 9, 5)
+    expected = -vocabulary[:, np.arange(9), batch.labels]
+    np.testing.assert_allclose(cross_entropies(logits, batch.labels), expected, atol=1e-5)
+
+
+def test_a_certain_answer_stays_finite():
+    batch = Batch((Prompt((1,), label=0, position=0),), Readout("words", words=(5,), vocabulary=True))
+    assert np.isfinite(logits_of(np.zeros((1, 1, 1), np.float32), batch)).all()
+
+
+def test_absent_candidates_have_no_part_in_the_loss():
+    prompts = tuple(Prompt((1,), label=0, candidates=((1,),) * count) for count in (2, 3))
+    batch = Batch(prompts, Readout("candidates"))
+    scores = np.array([[[0.0, 1.0, -np.inf], [0.0, 1.0, 2.0]]], np.float32)
+    logits = logits_of(scores, batch)
+    assert logits[0, 0, 2] == ABSENT
+    expected = F.cross_entropy(torch.tensor([[0.0, 1.0]]), torch.tensor([0]))
+    assert cross_entropies(logits, batch.labels)[0, 0] == pytest.approx(float(expected))

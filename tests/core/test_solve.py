@@ -1,0 +1,171 @@
+"""The decisions of `--method solve`: sizes of steps, choice of moves, memory, and the end."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mezzo.method import solve
+from mezzo.method.batches import ExampleStream
+from mezzo.method.method import answer_questions
+from mezzo.method.noise import dense
+from mezzo.method.solve import CAUTIONS, Solve, choose_move, plan_step
+from mezzo.types import Prompt, Question, Readout, StepRecord, Update
+
+CLASSES, WIDTH = 3, 6
+READOUT = Readout("words", words=tuple(range(CLASSES)))
+
+
+class LinearEngine:
+    """Softmax regression: scores are x·W, so that the linear model is exact and the best loss is known."""
+
+    def __init__(self, examples: int, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.inputs = rng.normal(size=(examples, WIDTH))
+        truth = rng.normal(size=(WIDTH, CLASSES)) * 2
+        noise = rng.gumbel(size=(examples, CLASSES))
+        self.labels = (self.inputs @ truth + noise).argmax(axis=1)
+        self.weights = np.zeros(WIDTH * CLASSES)
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        return tuple(Prompt((number,), label=int(label), position=0) for number, label in enumerate(self.labels))
+
+    def score(self, question: Question) -> np.ndarray:
+        rows = self.inputs[[prompt.ids[0] for prompt in question.batch.prompts]]
+        points = [self.weights + self._move(probe.terms) for probe in question.probes]
+        return np.stack([rows @ point.reshape(WIDTH, CLASSES) for point in points]).astype(np.float32)
+
+    def apply(self, update: Update) -> None:
+        self.weights = self.weights - self._move(update.terms)
+
+    def _move(self, terms) -> np.ndarray:
+        return sum(
+            (scale * dense("rademacher", seed, "w", 0, WIDTH * CLASSES) for seed, scale in terms),
+            np.zeros(WIDTH * CLASSES),
+        )
+
+
+def run(engine: LinearEngine, method: Solve, steps: int) -> list[StepRecord]:
+    records = []
+    for step in range(steps):
+        questions = method.step(step)
+        record = answer_questions(questions, next(questions), engine.score)
+        engine.apply(record.update)
+        method.observe(record)
+        records.append(record)
+    return records
+
+
+def stream(engine: LinearEngine, first: int, last: int) -> ExampleStream:
+    return ExampleStream(engine.prompts[first:last], READOUT, seed=0)
+
+
+def test_one_step_nearly_solves_a_linear_model():
+    engine = LinearEngine(3000)
+    method = Solve(0, 1e-2, stream(engine, 0, 3000), directions=40, examples=1000)
+    first, second = run(engine, method, 2)
+    assert first.losses[0] == pytest.approx(math.log(CLASSES))
+    assert second.losses[0] < 0.75 * math.log(CLASSES)
+    assert second.notes["gain"] < 0.1 * first.notes["gain"]  # almost nothing was left to gain
+
+
+def test_no_move_is_taken_that_does_not_help_on_unfitted_examples():
+    engine = LinearEngine(3000)
+    engine.labels = np.random.default_rng(1).integers(CLASSES, size=3000)  # nothing to learn
+    method = Solve(0, 1e-2, stream(engine, 0, 96), stream(engine, 96, 3000))
+    records = run(engine, method, 6)
+    for record in records:
+        accepted = not record.update.empty
+        assert accepted == (record.notes["gain"] > solve.HELD_OUT_MARGIN * record.notes["gain_error"])
+    assert abs(engine.weights).max() < 0.5
+
+
+def test_it_ends_when_moves_no_longer_help():
+    engine = LinearEngine(3000)
+    method = Solve(0, 1e-2, stream(engine, 0, 200), stream(engine, 200, 1000), directions=36)
+    records = run(engine, method, 25)
+    assert "stopped helping" in method.finished and records[0].notes["gain"] > 10 * records[-1].notes["gain_error"]
+
+
+def test_what_it_remembers_follows_from_the_records():
+    engine = LinearEngine(3000)
+    method = Solve(3, 1e-2, stream(engine, 0, 3000))
+    records = run(engine, method, 5)
+    again = Solve(3, 1e-2, stream(engine, 0, 3000))
+    for record in records:
+        again.observe(record)
+    assert again == method
+    assert next(again.step(5)) == next(method.step(5))
+
+
+def test_fitted_and_judging_examples_are_different_ones():
+    engine = LinearEngine(3000)
+    method = Solve(0, 1e-2, stream(engine, 0, 3000))
+    questions = method.step(0)
+    fitted = next(questions)
+    judged = questions.send(engine.score(fitted))
+    assert not {p.ids for p in fitted.batch.prompts} & {p.ids for p in judged.batch.prompts}
+    assert fitted.probes[0].terms == () == judged.probes[0].terms
+    assert len(judged.probes) == 1 + len(CAUTIONS)
+
+
+def test_scores_that_are_not_finite_leave_out_a_direction_or_skip_the_step():
+    engine = LinearEngine(300)
+    method = Solve(0, 1e-2, stream(engine, 0, 300), directions=4, examples=50)
+    questions = method.step(0)
+    scores = engine.score(next(questions))
+    scores[2] = np.nan
+    tried = questions.send(scores)
+    assert len(tried.probes[1].terms) == 3
+    questions = method.step(0)
+    next(questions)
+    scores[0] = np.nan
+    with pytest.raises(StopIteration) as end:
+        questions.send(scores)
+    assert end.value.value.skipped and end.value.value.update.empty
+    method.observe(end.value.value)
+    assert method.eps == 1e-2 / 4 and method.spent == method.cost(end.value.value)
+
+
+def test_moves_that_are_not_finite_are_never_chosen():
+    losses = np.array([[1.0, 1.0], [np.nan, 0.1], [0.8, 0.9], [np.inf, 0.0]])
+    index, gain, error = choose_move(losses)
+    assert index == 1 and gain == pytest.approx(0.15) and error > 0
+    assert choose_move(np.array([[1.0, 1.0], [np.nan, 0.1]]))[0] is None
+    assert choose_move(np.array([[1.0, 1.0], [1.5, 1.1]]))[0] is None
+
+
+def test_a_gain_must_be_beyond_its_margin():
+    losses = np.array([[1.0, 1.0, 1.0, 1.0], [0.1, 1.8, 0.5, 1.2]])
+    assert choose_move(losses)[0] == 0 and choose_move(losses, margin=1.0)[0] is None
+
+
+@pytest.mark.parametrize(("train", "held_out"), [(5000, 0), (96, 96), (32, 32), (20, 2), (3, 0), (1, 1), (700, 80)])
+def test_steps_grow_and_fit_the_data(train, held_out):
+    sizes = [plan_step(solve.FIRST_EXAMPLES * solve.GROWTH**step, train, held_out) for step in range(40)]
+    assert all(1 <= size.fitted <= train and size.judged >= 1 for size in sizes)
+    assert all(size.judged <= (held_out or max(1, train - size.fitted)) for size in sizes)
+    costs = [size.forwards for size in sizes]
+    assert costs == sorted(costs)
+    assert all(solve.LEAST_DIRECTIONS <= size.directions <= solve.MOST_DIRECTIONS for size in sizes)
+
+
+def test_sizes_can_be_fixed():
+    size = plan_step(1e9, 5000, 0, directions=5, fitted=17)
+    assert (size.directions, size.fitted) == (5, 17)
+
+
+def test_the_width_of_the_difference_follows_the_change_of_scores():
+    method = Solve(0, 1e-3, ExampleStream((), READOUT, 0))
+    notes = {"forwards": 1, "fitted": 1, "judged": 1, "gain": 1.0, "gain_error": 0.1, "change": 0.012}
+    record = StepRecord(0, (1.0,), (), Update(), 0.0, notes=notes)
+    method.observe(record)
+    assert method.eps == 4e-3
+    method.observe(replace(record, notes=notes | {"change": 0.2}))
+    assert method.eps == 2e-3
+    method.observe(replace(record, notes=notes | {"change": 0.0}))
+    assert method.eps == 8e-3
