@@ -47,7 +47,7 @@ def finetune(
 ) -> Run:
     """Fine-tune a model with forward passes only and return the run.
 
-    Without arguments, the bundled masked LM learns the bundled reviews. `options` are those of `mezzo train --help`;
+    Without arguments, the bundled masked LM learns the bundled questions. `options` are those of `mezzo train --help`;
     `config` is a TOML file of them; `resume` continues a run folder. `task` may also be a dict or a Task, and `objective` a
     function of (scores[probes, examples, candidates], batch) that returns one loss per probe. `train`, `dev` and `test` are
     files, lists of dicts or Hugging Face datasets.
