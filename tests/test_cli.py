@@ -12,7 +12,7 @@ import pytest
 from mezzo.cli import main
 from mezzo.method import noise
 
-FAST = ["--steps", "12", "--batch-size", "4", "--eval-every", "6", "--threads", "1"]
+FAST = ["--method", "spsa", "--steps", "12", "--batch-size", "4", "--eval-every", "6", "--threads", "1"]
 
 
 @pytest.fixture

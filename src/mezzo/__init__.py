@@ -18,6 +18,7 @@ _LAZY = {
     "verify": "mezzo.api",
     "report": "mezzo.api",
     "open_session": "mezzo.api",
+    "suggest_task": "mezzo.api",
     "Run": "mezzo.runs.result",
     "RunConfig": "mezzo.config",
     "MezzoError": "mezzo.errors",

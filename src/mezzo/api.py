@@ -25,7 +25,9 @@ from mezzo.runs.reopen import best_step, open_base_engine, open_journal, open_ru
 from mezzo.runs.result import Run
 from mezzo.runs.session import Session
 from mezzo.runs.setup import Setup, resolve_setup
-from mezzo.tasks import Task, bundled_data, load_examples
+from mezzo.runs.suggestion import propose_task, task_options
+from mezzo.tasks import Task, bundled_data
+from mezzo.tasks.proposal import Proposal
 from mezzo.types import StepRecord
 
 
@@ -45,7 +47,7 @@ def finetune(
 ) -> Run:
     """Fine-tune a model with forward passes only and return the run.
 
-    Without arguments, the bundled masked LM learns the bundled reviews. `options` are those of `mezzo train --help`;
+    Without arguments, the bundled masked LM learns the bundled questions. `options` are those of `mezzo train --help`;
     `config` is a TOML file of them; `resume` continues a run folder. `task` may also be a dict or a Task, and `objective` a
     function of (scores[probes, examples, candidates], batch) that returns one loss per probe. `train`, `dev` and `test` are
     files, lists of dicts or Hugging Face datasets. `observe` is called with every event of the run and may raise
@@ -75,18 +77,19 @@ def open_session(
         _refuse_changes({**given, **({"task": task} if task is not None else {})}, config)
         return resume_run(resume, observe, given, function)
     rows = {name: given.pop(name) for name in ("train", "dev", "test") if not _is_path(given.get(name))}
+    rows = {name: list(source) if isinstance(source, Iterator) else source for name, source in rows.items()}
     named = {*given, *(("objective",) if function else ())}
     values = {**(from_file(Path(config), named) if config else {}), **given}
-    stated = datasets.match_family(task, resolve(values)) if isinstance(task, (Mapping, Task)) else None
-    if stated:
-        values |= {"task": datasets.save_task(stated, resolve(values))}
+    if isinstance(task, (Mapping, Task)):
+        values |= {"task": datasets.write_task(datasets.match_family(task, resolve(values)))}
+    values = with_task(values, rows.get("train"), observe)
     if rows:
-        values |= datasets.save_rows(rows, resolve(values), stated)
+        values |= datasets.save_rows(rows, resolve(values))
     resolved = resolve(values)
     if found := datasets.splits_beside_train(resolved):
         files = " and ".join(f"{Path(file).name} as {split}" for split, file in found.items())
         observe("data", {"text": f"{resolved.train} also has {files}"})
-    return new_run(resolved, observe, function, stated)
+    return new_run(resolved, observe, function)
 
 
 def _is_path(value: Any) -> bool:
@@ -107,9 +110,24 @@ def resolve(values: Mapping[str, Any]) -> RunConfig:
     return from_mapping({key: value for key, value in values.items() if value is not None})
 
 
+def with_task(values: Mapping[str, Any], rows: Any = None, observe: Observer = _silent) -> dict[str, Any]:
+    """The options with a task: a proposed one for the user's own training data (`rows`, or a file) that comes without."""
+    source = rows if rows is not None else values.get("train")
+    if values.get("task") or source is None:
+        return dict(values)
+    proposal = propose_task(resolve(values), source)
+    observe("proposal", {"text": str(proposal), **proposal.to_dict()})
+    return {**values, **task_options(proposal)}
+
+
+def suggest_task(data: str | Path | Sequence[Mapping[str, Any]], model: str | None = None, **options: Any) -> Proposal:
+    """The task that a run on `data` would use if none is named, with its templates ranked by the untrained model."""
+    return propose_task(resolve({**options, "model": model}), data)
+
+
 def prepared_config(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The resolved configuration by group, as `mezzo train` would run it."""
-    config = resolve_setup(resolve(values)).config.to_dict()
+    config = resolve_setup(resolve(with_task(values))).config.to_dict()
     grouped: dict[str, dict[str, Any]] = {}
     for name, option in OPTIONS.items():
         grouped.setdefault(option.group, {})[name] = config[name]
@@ -184,7 +202,7 @@ def evaluate(
     if source is None:
         raise DataError(f"task {setup.task.name!r} has no bundled data: pass --data FILE")
     config = setup.config
-    found = load_examples(source, setup.task, split=split, **datasets.reading_options(config, data is not None))
+    found, _ = datasets.load_labelled(source, setup.task, split, config, data is not None)
     try:
         return setup.evaluate(engine, datasets.take_some(found, config.eval_limit))
     finally:

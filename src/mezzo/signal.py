@@ -83,7 +83,7 @@ def measure(options: Mapping[str, Any], directions: int = 16, batches: int = 8, 
     if directions < 2 or batches < 2:
         raise ConfigError("signal needs at least 2 directions and 2 batches")
     requests = [_parse_objective(text.strip()) for text in (objectives or DEFAULT).split(",")]
-    values = {name: value for name, value in options.items() if value is not None}
+    values = api.with_task({name: value for name, value in options.items() if value is not None})
     rows = []
     for readout, extra in READOUTS.items():
         group = [(name, eps) for name, kind, eps in requests if kind == readout]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +82,28 @@ def test_word_of_several_tokens_is_rejected_with_alternatives(roberta: Any) -> N
     )
 
 
-def test_alternatives_come_from_the_vocabulary_too(roberta: Any) -> None:
-    with pytest.raises(TaskError, match=r"is \d+ tokens \(.*\) and must be one; try 'Entity'"):
-        words_of(roberta, words=("terrible", "Entrance"))
+def test_alternatives_are_words_of_the_same_meaning(roberta: Any) -> None:
+    with pytest.raises(TaskError, match=r"is \d+ tokens \(.*\) and must be one; try 'good'$"):
+        words_of(roberta, words=("terrible", "goods"))
+    with pytest.raises(TaskError, match=r"and must be one; try 'entity'$|; try 'Entity'$"):
+        words_of(roberta, words=("terrible", "ENTITY"))
     with pytest.raises(TaskError, match=r"choose a more common word$"):
-        words_of(roberta, words=("terrible", "zyxwv"))
+        words_of(roberta, words=("terrible", "Entrance"))
+
+
+def test_all_bad_words_are_listed_each_with_its_own_alternatives(roberta: Any) -> None:
+    with pytest.raises(TaskError) as caught:
+        words_of(roberta, words=("excellent", "wonderful"))
+    message = str(caught.value)
+    assert re.fullmatch(
+        r"the word 'excellent' of label 'negative' is .*; try 'great', 'good'; "
+        r"the word 'wonderful' of label 'positive' is .*; choose a more common word",
+        message,
+    )
+    many = Task("x", "{t} [MASK]", ("t",), tuple(f"l{n}" for n in range(14)), tuple(f"zyxw{n}" for n in range(14)))
+    with pytest.raises(TaskError, match=r"'zyxw9' of label 'l9' .*; and 4 more words$") as caught:
+        label_word_ids(TokenizerWrapper(roberta), many)
+    assert "zyxw10" not in str(caught.value)
 
 
 def test_same_word_for_two_labels_is_rejected(tokenizers: dict[str, Any]) -> None:

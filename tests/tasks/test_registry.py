@@ -105,6 +105,7 @@ CAUSAL: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 # tasks that were published for the other family, or not with a prompt: rendered for texts A., B., C., and the words
 PAIR_3 = 'Suppose A. Can we infer that "B."? Yes, No, or Maybe?\n'
 INTENTS = 77
+KINDS = ["person", "place", "number", "time", "reason", "way", "meaning", "thing"]
 OURS: dict[tuple[str, str], tuple[str, list[str] | int]] = {
     **{("causal", name): ("A. It was", ["terrible", "great"]) for name in ("mr", "cr", "mpqa", "reviews")},
     ("causal", "sst-5"): ("A. It was", list(DEGREES.values())),
@@ -120,6 +121,8 @@ OURS: dict[tuple[str, str], tuple[str, list[str] | int]] = {
     ("masked", "wsc"): ('A. Does "b." refer to C.? [MASK].', ["No", "Yes"]),
     ("masked", "wic"): ('B. C. Does "A." have the same meaning? [MASK].', ["No", "Yes"]),
     ("masked", "multirc"): ('A. B. Is "C." correct? [MASK].', ["No", "Yes"]),
+    ("masked", "questions"): ("The [MASK]: A.", KINDS),
+    ("causal", "questions"): ("Question: A.\nThe answer is a", KINDS),
     ("masked", "ag-news"): ("A. This news is about [MASK].", ["world", "sports", "business", "technology"]),
     ("causal", "ag-news"): ("A. This news is about", ["world", "sports", "business", "technology"]),
     ("masked", "emotion"): ("A. I felt [MASK].", ["sad", "happy", "loving", "angry", "afraid", "surprised"]),

@@ -19,12 +19,14 @@ from mezzo.cli.summary import show_summary
 from mezzo.config import OPTIONS, from_file
 from mezzo.drawing.text import shows_unicode
 from mezzo.errors import ConfigError, DataError, join_names
-from mezzo.journal.atomic_files import json_safe
+from mezzo.journal.atomic_files import json_safe, write_atomically
 from mezzo.parallel.transports import torchrun
 from mezzo.runs.defaults import choose_method
 from mezzo.runs.folder import Folder
 from mezzo.signal import measure
 from mezzo.tasks import get_task, list_tasks
+from mezzo.tasks.proposal import one_line
+from mezzo.tasks.task_file import to_toml
 
 
 def train(options: Namespace) -> Any:
@@ -157,13 +159,19 @@ def _watch(options: Namespace) -> Any:
 
 
 def tasks(options: Namespace) -> Any:
-    words = options.name[1:] if options.name[:1] in (["show"], ["list"]) else options.name
-    if len(words) > 1:
-        raise ConfigError(f"one task at a time: mezzo tasks {words[0]}")
-    if words:
-        return _show_task(options, words[0])
-    if options.name[:1] == ["show"]:
-        raise ConfigError("name the task to show: mezzo tasks NAME ('mezzo tasks' lists them)")
+    actions = {"show": _show_task, "suggest": _suggest_task, "new": _new_task}
+    first, *names = options.name or ["list"]
+    if first not in (*actions, "list"):
+        first, names = "show", options.name
+    wanted = "task" if first in ("show", "list") else "data file"
+    command = "mezzo tasks" if wanted == "task" else f"mezzo tasks {first}"
+    if len(names) > 1:
+        raise ConfigError(f"one {wanted} at a time: {command} {names[0]}")
+    if names:
+        return actions.get(first, _show_task)(options, names[0])
+    if first != "list":
+        example = "NAME ('mezzo tasks' lists them)" if wanted == "task" else "FILE"
+        raise ConfigError(f"name the {wanted} to {first}: {command} {example}")
     every = [task.describe() for task in list_tasks() if options.family in (None, task.family)]
     lines = [
         f"{t['name']:<9} {t['family']:<7} {t['metric']:<9} {join_names(t['words'].values()) or t['kind']}"
@@ -182,6 +190,29 @@ def _show_task(options: Namespace, name: str) -> Any:
         lines.append(f"also        for {others[0]} models: mezzo tasks {task.name} --family {others[0]}")
     _show(options, "\n".join(lines))
     return shown
+
+
+def _suggest_task(options: Namespace, data: str) -> Any:
+    proposal = api.suggest_task(data, **given_options(options))
+    lines = [f"  {bits:>5.3f} bits  {one_line(template)}" for template, bits in proposal.ranking]
+    head = ["templates, by what a text tells about the untrained model's answer:"] if lines else []
+    _show(options, "\n".join([str(proposal), *head, *lines]))
+    return proposal.to_dict()
+
+
+def _new_task(options: Namespace, data: str) -> Any:
+    out = Path(options.out or f"{Path(data).stem}.toml")
+    if out.suffix != ".toml":
+        raise ConfigError(f"a task file ends in .toml; {out} does not")
+    if out.exists():
+        raise ConfigError(f"{out} exists already; choose another --out, or delete it")
+    proposal = api.suggest_task(data, **given_options(options))
+    use = f"mezzo train --task {shlex.quote(str(out))} --train {shlex.quote(data)}"
+    use += " --readout head" if proposal.head else ""
+    others = [template for template, _ in proposal.ranking[1:]]
+    write_atomically(out, to_toml(proposal.task, [f"Train with: {use}"], others).encode())
+    _show(options, f"{proposal}\nwrote {out}; edit it, then: {use}")
+    return {"out": str(out), **proposal.to_dict()}
 
 
 def signal(options: Namespace) -> Any:

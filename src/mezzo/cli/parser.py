@@ -140,10 +140,16 @@ COMMANDS = {
         ),
     ),
     "tasks": Command(
-        help="list the tasks, or show one with a rendered example",
+        help="list the tasks, show one with a rendered example, or propose one for your own data",
         arguments=(
-            Argument("name", "task name or TOML file to show; 'show NAME' is the same", nargs="*", metavar="NAME"),
+            Argument(
+                "name",
+                "task name or TOML file to show ('show NAME' is the same); suggest DATA: propose a task for a data file and rank"
+                " its templates; new DATA: write it to a file",
+                nargs="*", metavar="NAME",
+            ),
             Argument("--family", "which of two tasks of that name", choices=("masked", "causal")),
+            Argument("--out", "file that new writes [DATA.toml]", metavar="FILE"),
         ),
     ),
 }

@@ -14,7 +14,8 @@ from mezzo.runs.progress import RunProgress
 
 Observer = Callable[[str, dict[str, Any]], None]
 EVENT_LINES = {
-    "data": "{text}",
+    "proposal": "{text}",
+    "data": "data: {text}",
     "encoding": "encoding {examples:,} training examples (--train-limit N takes fewer)",
     "evaluation": "step {step:>6}  dev {metric} {value:.1%}  dev loss {loss:.4f}",
     "worker": "{text}",

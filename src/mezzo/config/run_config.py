@@ -23,11 +23,11 @@ class RunConfig:
 
     # fmt: off
     model: str = option("model", "mezzo/roberta-mini", "bundled name, local folder or hub name",
-        commands=USE, reopen="machine", aliases=("model_path", "model_name_or_path"))
+        commands=(*USE, "tasks"), reopen="machine", aliases=("model_path", "model_name_or_path"))
     engine: str = option("model", "torch", "what runs the model: torch, sglang",
         choices="mezzo.engines.registry:ENGINES", commands=USE, reopen="machine")
     device: str = option("model", "auto", "cpu, cuda, or auto: a GPU if there is one",
-        commands=(*USE, "bench"), resumable=True, reopen="machine")
+        commands=(*USE, "bench", "tasks"), resumable=True, reopen="machine")
     dtype: str = option("model", "float32", "type of the weights: float32, bfloat16, float16; a CPU computes in float32",
         choices=("float32", "bfloat16", "float16"), commands=(*USE, "bench"))
     quantize: str | None = option("model", None,
@@ -40,13 +40,13 @@ class RunConfig:
         "memory to keep what frozen lower layers make of each example, with --layers or a head; 0 keeps nothing",
         at_least=0, commands=USE, reopen="machine")
     threads: int | None = option("model", None, "CPU threads [all cores, or OMP_NUM_THREADS]",
-        at_least=1, at_most=1024, commands=(*USE, "bench"), resumable=True, reopen="machine")
+        at_least=1, at_most=1024, commands=(*USE, "bench", "tasks"), resumable=True, reopen="machine")
     tp: int = option("model", 1, "ranks that SGLang splits the model over (tensor parallelism)",
         at_least=1, at_most=1024, commands=USE, resumable=True, reopen="machine")
     url: tuple[str, ...] = option("model", (), "SGLang servers to use instead of starting one; several share each batch",
         contacts=bool, placeholder="ADDRESS", commands=USE, resumable=True, reopen="machine")
     remote_code: bool = option("model", False, "allow code that comes with a hub model to run",
-        runs_code=bool, commands=USE, resumable=True, reopen="machine")
+        runs_code=bool, commands=(*USE, "tasks"), resumable=True, reopen="machine")
 
     workers: int | None = option("workers", None, "processes that share each step's forward passes [none: this process]",
         at_least=1, resumable=True)
@@ -60,7 +60,8 @@ class RunConfig:
     backend: str = option("workers", "gloo", "how the ranks of torchrun talk: gloo, nccl",
         choices=("gloo", "nccl"), resumable=True)
 
-    task: str | None = option("task", None, "task name or TOML file; see 'mezzo tasks' [questions with the bundled data]",
+    task: str | None = option("task", None,
+        "task name or TOML file; see 'mezzo tasks' [proposed for --train; questions for the bundled data]",
         commands=USE, reopen="question", aliases=("task_name",))
     train: str | None = option("task", None, "training data: jsonl, json, csv, tsv, txt, parquet, or a k-shot folder",
         commands=("eval", "signal"), reopen="question", aliases=("train_file", "train_dataset"))
@@ -71,20 +72,22 @@ class RunConfig:
         aliases=("test_file", "eval_dataset"))
     k: int | None = option("task", None, "train on k examples per label, and hold out k more per label as dev",
         at_least=1, commands=("eval", "signal"), reopen="question", aliases=("num_k",))
-    data_seed: int | None = option("task", None, "seed of the k-shot sample [the run's seed]",
+    data_seed: int | None = option("task", None, "seed of the k-shot sample [the run's seed] and of what is held out [0]",
         at_least=0, at_most=LARGEST_SEED, commands=("eval", "signal"), reopen="question", aliases=("train_set_seed",))
     id_order: str | None = option("task", None, "whose numbering integer labels follow, where sources differ: hub, lm-bff, csv",
         choices=("hub", "lm-bff", "csv"), commands=USE, reopen="question")
     columns: tuple[str, ...] = option("task", (),
         "which column of the data is which of the task's, e.g. text=body,label=stars [found by name]",
-        pairs="text=body,label=stars", commands=USE, reopen="question")
+        pairs="text=body,label=stars", commands=(*USE, "tasks"), reopen="question")
     encoding: str | None = option("task", None,
         "how the data files encode text [utf-8; where that fails, as the task's files are published, or latin-1]",
-        commands=USE, reopen="question")
+        commands=(*USE, "tasks"), reopen="question")
+    skip_unlabelled: bool = option("task", False, "leave out rows without a label, and say how many",
+        commands=("eval", "signal"), reopen="question")
     template: str | None = option("task", None, "prompt, e.g. '{text} It was [MASK].' [the task's]",
-        commands=USE, reopen="question")
+        commands=(*USE, "tasks"), reopen="question")
     words: tuple[str, ...] | None = option("task", None, "label words, e.g. negative=bad,positive=good [the task's]",
-        pairs="negative=bad,positive=good", commands=USE, reopen="question")
+        pairs="negative=bad,positive=good", commands=(*USE, "tasks"), reopen="question")
     max_length: int | None = option("task", None,
         "tokens of a prompt at most; sentences are cut, the template never [the task's]",
         at_least=1, commands=(*USE, "bench"), reopen="question", aliases=("max_seq_length",))

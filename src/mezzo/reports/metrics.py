@@ -48,6 +48,8 @@ class Metrics:
             RunWarning(int(finite_number(e.get("step")) or 0), str(e.get("kind", "note")), str(e.get("text", "")))
             for e in _all(events, "warning")
         ]
+        # What was noticed about the data before training.
+        self.data = [str(event.get("text", "")) for event in _all(events, "data")]
         self.commands = [str(event.get("text", "")) for event in _all(events, "command")]
         # What ended the run; empty if nothing did, or if it was resumed since.
         ends = [event for event in events if event.get("event") in ("failed", "start", "result")]

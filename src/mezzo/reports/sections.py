@@ -180,6 +180,7 @@ def _training_facts(run: RunData) -> str:
         ("tensors", ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())),
         ("template", task.get("template")),
         ("label words", words),
+        ("data", "; ".join(run.metrics.data)),
         *((name.replace("_", " "), config.get(name)) for name in METHOD_OPTIONS),
         ("engine", " ".join(str(start[key]) for key in ("engine", "device") if key in start)),
         ("prefix cache", _prefix_cache(run.metrics.engine)),

@@ -26,6 +26,7 @@ from mezzo.parallel.transports import torchrun
 from mezzo.replay.prefix_start import prefix_start
 from mezzo.replay.replay import bring_to, check_base
 from mezzo.runs.budget import parse_budget
+from mezzo.runs.data_summary import describe_data
 from mezzo.runs.events import Events, Observer
 from mezzo.runs.folder import Folder, holds_run
 from mezzo.runs.health import Health
@@ -34,7 +35,7 @@ from mezzo.runs.session import Session
 from mezzo.runs.setup import Setup, resolve_setup
 from mezzo.runs.trackers import Trackers, check_installed
 from mezzo.runs.trainer import Limits, MeZOTrainer
-from mezzo.tasks import Task, get_task
+from mezzo.tasks import get_task
 from mezzo.types import Batch
 
 # What may change when a run goes on: its limits and its machine.
@@ -45,13 +46,11 @@ EVALUATION_SHARE = 8
 Function = ObjectiveFunction | Reward
 
 
-def new_run(
-    config: RunConfig, observe: Observer, function: Function | None = None, task: Task | None = None
-) -> Session:
+def new_run(config: RunConfig, observe: Observer, function: Function | None = None) -> Session:
     """Check everything, then create the run folder."""
     config = config.replace(objective=_describe(function)) if function else config
     check_installed(config.track)
-    setup = resolve_setup(config, task)
+    setup = resolve_setup(config)
     if _was_restarted(setup.config):
         changes = {name: value for name in RESUMABLE if (value := getattr(config, name)) is not None}
         return resume_run(
@@ -190,6 +189,9 @@ def _start(
     events = Events(folder, observe, Health(config.objective, str(config.method)), Trackers())
     events.remember(earlier)
     events.trackers.start(config.track, folder.path, config.to_dict())
+    if config.train and not earlier and not journal.content.steps:
+        for line in describe_data(setup):
+            events("data", {"step": 0, "text": line})
     limits = Limits(
         steps=config.steps or math.inf,
         forwards=budget.forwards,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,12 +40,14 @@ class Splits:
     dev: list[Example]
     test: list[Example]
     has_test: bool = True
+    skipped: int = 0
+    """Rows without a label that were left out."""
 
 
 def find_task(config: RunConfig, family: Family) -> Task:
     """The configured task, with the run's template and label words where they are given."""
     mapping = OPTIONS["words"].split_pairs(config.words)
-    task = get_task(config.task or "questions", family)
+    task = _read_task(config.task or "questions", family)
     return MLMConfig(config.template, cast(Any, mapping) or None).apply(task, config.id_order)
 
 
@@ -61,30 +62,59 @@ def match_family(task: Mapping[str, Any] | Task, config: RunConfig) -> Task:
     raise TaskError(f"task {stated.name!r} is for {stated.family} models, and {config.model} is {family}; {remedy}")
 
 
+def write_task(task: Task) -> str:
+    """A task as the value of the option `task`: the run's config.json then holds all of it."""
+    return json.dumps(task.as_dict(), ensure_ascii=False)
+
+
+def _read_task(spec: str, family: Family) -> Task:
+    if not spec.startswith("{"):
+        return get_task(spec, family)
+    try:
+        return get_task(json.loads(spec), family)
+    except (ValueError, RecursionError) as error:
+        raise TaskError(f"--task begins with '{{', but is not valid JSON: {error}") from None
+
+
 def load_splits(config: RunConfig, task: Task) -> Splits:
     """Train, dev and test examples, from the files named or from what the package carries."""
-    train_source = config.train or bundled_data(task.name, "train")
-    if train_source is None:
-        raise ConfigError(f"task {task.name!r} has no bundled data: pass --train FILE (and --test FILE)")
-    train = load_examples(train_source, task, split="train", **reading_options(config, config.train))
-    seed = config.seed if config.data_seed is None else config.data_seed
     bundled = config.train is None
-    dev_source = config.dev or (bundled_data(task.name, "dev") if bundled else None)
-    test_source = config.test or (bundled_data(task.name, "test") if bundled else None)
-    dev: list[Example] = []
+    given = {"train": config.train, "dev": config.dev, "test": config.test}
+    sources = {name: source or (bundled_data(task.name, name) if bundled else None) for name, source in given.items()}
+    if sources["train"] is None:
+        raise ConfigError(f"task {task.name!r} has no bundled data: pass --train FILE (and --test FILE)")
+    named = {name: source for name, source in sources.items() if source}
+    read = {name: load_labelled(source, task, name, config, given[name]) for name, source in named.items()}
+    examples = {name: found for name, (found, _) in read.items()}
+    train = examples["train"]
+    _refuse_one_class(train, task, sources["train"])
+    dev = examples.get("dev", [])
     if config.k:
-        train, dev = k_shot(train, config.k, seed % 2**32, labels=task.labels)
-    if dev_source:
-        dev = load_examples(dev_source, task, split="dev", **reading_options(config, config.dev))
-    elif not config.k:
-        train, dev = _hold_out(train, seed)
-    test = (
-        load_examples(test_source, task, split="test", **reading_options(config, config.test)) if test_source else dev
-    )
+        seed = config.seed if config.data_seed is None else config.data_seed
+        train, sampled = k_shot(train, config.k, seed % 2**32, labels=task.labels)
+        dev = dev or sampled
+    elif not dev:
+        train, dev = hold_out(train, config.data_seed or 0)
     cut = config.eval_limit
     return Splits(
-        take_some(train, config.train_limit), take_some(dev, cut), take_some(test, cut), test_source is not None
+        take_some(train, config.train_limit),
+        take_some(dev, cut),
+        take_some(examples.get("test", dev), cut),
+        "test" in examples,
+        sum(skipped for _, skipped in read.values()),
     )
+
+
+def load_labelled(
+    source: Any, task: Task, split: str, config: RunConfig, given: object = True
+) -> tuple[list[Example], int]:
+    """The examples of a source, and how many rows were left out because they have no label."""
+    options = reading_options(config, given)
+    found = load_examples(source, task, split=split, labelled=not config.skip_unlabelled, **options)
+    labelled = [example for example in found if example.label >= 0]
+    if not labelled:
+        raise DataError(f"{source}: no row has a label; give data that has some")
+    return labelled, len(found) - len(labelled)
 
 
 def splits_beside_train(config: RunConfig) -> dict[str, str]:
@@ -117,27 +147,20 @@ def take_some(examples: list[Example], limit: int | None) -> list[Example]:
     return [examples[place] for place in sorted(noise.order(0, "limit", len(examples))[:limit].tolist())]
 
 
-def save_rows(rows: dict[str, Any], config: RunConfig, task: Task | None) -> dict[str, str]:
+def save_rows(rows: dict[str, Any], config: RunConfig) -> dict[str, str]:
     """Examples given in Python as files beside the run, named by their content: a run can be resumed only from files."""
-    task = task or find_task(config, family_of(load_config(config.model, config.remote_code)))
+    task = find_task(config, family_of(load_config(config.model, config.remote_code)))
     folder = _data_folder(config)
     named, paths = column_names(config), {}
     for name, source in rows.items():
-        found = load_examples(source, task, split=name, id_order=config.id_order, columns=named)
+        labelled = not config.skip_unlabelled
+        found = load_examples(source, task, split=name, id_order=config.id_order, columns=named, labelled=labelled)
         lines = [json.dumps(_to_row(example, task, named), ensure_ascii=False) for example in found]
         data = "".join(line + "\n" for line in lines).encode()
         path = folder / f"{name}-{hashlib.sha256(data).hexdigest()[:12]}.jsonl"
         write_atomically(path, data)
         paths[name] = str(path)
     return paths
-
-
-def save_task(task: Task, config: RunConfig) -> str:
-    """A task given in Python as a file beside the run, so that the run's config.json names it."""
-    data = (json.dumps(task.as_dict(), indent=2, ensure_ascii=False) + "\n").encode()
-    path = _data_folder(config) / f"task-{hashlib.sha256(data).hexdigest()[:12]}.json"
-    write_atomically(path, data)
-    return os.path.abspath(path)
 
 
 def _data_folder(config: RunConfig) -> Path:
@@ -147,17 +170,36 @@ def _data_folder(config: RunConfig) -> Path:
 def _to_row(example: Example, task: Task, named: dict[str, str]) -> dict[str, Any]:
     """An example as a line of data: its label by name, so that no order of ids is needed to read it back."""
     row = dict(example.fields)
-    if task.kind == "classification":
+    if example.label < 0:
+        row[task.label_column] = None
+    elif task.kind == "classification":
         row[task.label_column] = task.labels[example.label]
     elif task.kind == "choice":  # a row may name several right answers
         row.setdefault(task.label_column, example.label)
     return {named.get(column, column): value for column, value in row.items()}
 
 
-def _hold_out(train: list[Example], seed: int) -> tuple[list[Example], list[Example]]:
-    count = min(LARGEST_HELD_OUT, int(len(train) * HELD_OUT))
+def hold_out(examples: list[Example], seed: int = 0) -> tuple[list[Example], list[Example]]:
+    """Examples without, and with, a tenth of every label. It does not depend on the run's seed: runs can be compared.
+
+    A label with several examples has one among those held out, as far as there is room, and one among the others.
+    """
+    count = min(LARGEST_HELD_OUT, int(len(examples) * HELD_OUT))
     if count < 1:
-        raise DataError(f"{len(train)} training examples are too few to hold any out; pass --dev FILE")
-    shuffled = noise.order(seed, "held out", len(train))
-    dev = {int(index) for index in shuffled[:count]}
-    return [e for i, e in enumerate(train) if i not in dev], [e for i, e in enumerate(train) if i in dev]
+        raise DataError(f"{len(examples)} training examples are too few to hold any out; pass --dev FILE")
+    places: dict[int, list[int]] = {}
+    for place in noise.order(seed, "held out", len(examples)).tolist():
+        places.setdefault(examples[place].label, []).append(place)
+    # By its share of the label that comes before it, so that taking the first few takes the same share of each.
+    ranked = sorted((i / len(each), -len(each), place) for each in places.values() for i, place in enumerate(each[:-1]))
+    dev = {place for *_, place in ranked[:count]}
+    return [e for i, e in enumerate(examples) if i not in dev], [e for i, e in enumerate(examples) if i in dev]
+
+
+def _refuse_one_class(examples: list[Example], task: Task, source: object) -> None:
+    labels = {example.label for example in examples}
+    if task.kind == "classification" and len(labels) == 1:
+        raise DataError(
+            f"{source}: all {len(examples)} rows have the label {task.labels[labels.pop()]!r}; "
+            "training needs rows of at least two labels"
+        )

@@ -183,7 +183,7 @@ class Setup:
 def resolve_setup(config: RunConfig, task: Task | None = None) -> Setup:
     """Resolve a configuration; every mistake that can be found without weights is found here.
 
-    `task` replaces what the configuration names: a Task given in Python, or that of a journal's header.
+    `task` replaces what the configuration names: that of a journal's header, or a proposed one.
     """
     config = config.replace(**splits_beside_train(config))
     config = config.replace(**_absolute_paths(config))

@@ -8,7 +8,7 @@ from typing import Any
 from mezzo.errors import DataError
 from mezzo.tasks.column_names import SYNONYMS
 from mezzo.tasks.labels import LabelReader
-from mezzo.tasks.readers import Cells, RawTable, Table
+from mezzo.tasks.readers import BadRows, Cells, RawTable, Table
 from mezzo.tasks.task import Task
 
 
@@ -17,7 +17,7 @@ def match_columns(
 ) -> dict[str, str]:
     """Task column → column of the data: as `column_map` states, by the same name, or by a known synonym."""
     for column, source in column_map.items():
-        if source not in names:
+        if source not in names and (labelled or column != task.label_column):
             raise DataError(f"{where}: no column {source!r} for {column!r}; found {_quote_names(names)}")
     required = required_columns(task)
     columns = {c: column_map.get(c) or _find_column(task, c, names, where) for c in (*required, task.label_column)}
@@ -46,12 +46,6 @@ def name_columns(
         return _table_from_lines(task, raw, labels, labelled), False
     first = raw.rows[0][1]
     inferred = None if _is_header(task, first, labelled, column_map) else _infer_header(task, raw, labels, labelled)
-    semicolons = len(first) == 1 and ";" in first[0]
-    if semicolons and (not inferred or _is_header(task, first[0].split(";"), labelled, column_map)):
-        raise DataError(
-            f"{raw.source}: it looks separated by ';'; save it with commas: "
-            "pandas.read_csv(OLD, sep=';').to_csv(NEW, index=False)"
-        )
     header = inferred or first
     rows = raw.rows if inferred else raw.rows[1:]
     if not rows:
@@ -59,12 +53,15 @@ def name_columns(
     if repeated := [name for name in header if name and header.count(name) > 1]:
         raise DataError(f"{raw.source}: the column {repeated[0]!r} appears twice; rename one")
     rows = [(number, _align_snli_row(header, cells)) for number, cells in rows]
+    bad = BadRows(raw.source)
     for number, cells in rows:
         if len(cells) != len(header):
-            raise DataError(
-                f"{raw.source}, line {number}: {len(cells)} columns where {len(header)} are expected; "
-                "quote cells that contain the separator, or delete the line"
+            bad.add(
+                number,
+                f"{len(cells)} columns where {len(header)} are expected; "
+                "quote cells that contain the separator, or delete the line",
             )
+    bad.refuse()
     named_rows = [(number, dict(zip(header, cells, strict=True))) for number, cells in rows]
     return Table(raw.source, named_rows), inferred is None
 

@@ -66,10 +66,7 @@ class Encoder:
 
     def encode(self, example: Example, demo_choice: int | tuple[int, int] | None = None) -> Prompt:
         """The prompt of one example."""
-        demonstrations = self._choose_demonstrations(example, demo_choice)
-        texts = [text for each in (example, *demonstrations) for text in self.task.texts(each)]
-        candidates = self._encode_candidates(example)
-        node_ids = [self._encode_node(prepared, texts, demonstrations) for prepared in self._nodes]
+        node_ids, candidates = self._encode_parts(example, demo_choice)
         longest = max((len(ids) for ids in candidates), default=0)
         self._truncate(node_ids, self.max_length - longest)
         if not any(node_ids):  # an empty causal prompt: there must be a token to predict from
@@ -85,6 +82,11 @@ class Encoder:
             answers=tuple(self.task.answers(example)) if self.task.kind == "generation" else (),
             right=self.task.right_choices(example),
         )
+
+    def full_length(self, example: Example, demo_choice: int | tuple[int, int] | None = None) -> int:
+        """Tokens that the prompt and its longest candidate would have if nothing were cut to `max_length`."""
+        node_ids, candidates = self._encode_parts(example, demo_choice)
+        return sum(map(len, node_ids)) + max(map(len, candidates), default=0)
 
     def batch(self, examples: Iterable[Example], demo_choice: int | None = None) -> Batch:
         """The prompts of several examples, scored together."""
@@ -188,6 +190,15 @@ class Encoder:
         return length
 
     # --- once per example
+
+    def _encode_parts(
+        self, example: Example, demo_choice: int | tuple[int, int] | None
+    ) -> tuple[list[Ids], tuple[Ids, ...]]:
+        """The ids of every node, with whole texts, and of the candidates."""
+        demonstrations = self._choose_demonstrations(example, demo_choice)
+        texts = [text for each in (example, *demonstrations) for text in self.task.texts(each)]
+        node_ids = [self._encode_node(prepared, texts, demonstrations) for prepared in self._nodes]
+        return node_ids, self._encode_candidates(example)
 
     def _choose_demonstrations(self, example: Example, choice: int | tuple[int, int] | None) -> list[Example]:
         if self._demonstrations is None:

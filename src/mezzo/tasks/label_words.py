@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from mezzo.errors import TaskError
 from mezzo.tasks.task import Task
@@ -21,6 +24,34 @@ _SYNONYMS = (
     ("Maybe", "maybe", "Perhaps", "perhaps", "Also"),
     ("correct", "right", "acceptable", "valid", "grammatical"),
     ("incorrect", "wrong", "unacceptable", "invalid", "ungrammatical"),
+    ("billing", "bill", "payment", "invoice", "money", "price", "cost"),
+    ("refund", "return", "money", "back"),
+    ("shipping", "delivery", "transport", "post"),
+    ("login", "password", "access", "account", "key", "sign"),
+    ("technical", "bug", "error", "problem", "failure", "broken"),
+    ("complaint", "problem", "trouble", "angry"),
+    ("inquiry", "enquiry", "question", "asking", "information"),
+    ("urgent", "emergency", "important", "critical", "now"),
+    ("spam", "advertising", "junk", "fake"),
+    ("ham", "mail", "real", "normal"),
+    ("toxic", "offensive", "hateful", "rude", "cruel"),
+    ("joy", "happy", "happiness"),
+    ("sadness", "sad", "grief"),
+    ("anger", "angry", "rage"),
+    ("fear", "afraid", "scared"),
+)
+_ENDINGS = ("ing", "s", "es", "ed", "ment")
+# Alternatives to a word, and bad words, that a message names.
+SUGGESTED, MOST_LISTED = 3, 10
+
+# Published words of labels that say little themselves, or are rarely one token.
+_PUBLISHED: tuple[Mapping[str, str], ...] = (
+    {"1": "terrible", "2": "bad", "3": "okay", "4": "good", "5": "great"},
+    {"negative": "terrible", "neutral": "okay", "positive": "great"},
+    {"neg": "terrible", "pos": "great"},
+    {"contradiction": "No", "entailment": "Yes", "neutral": "Maybe"},
+    {"entailment": "Yes", "not_entailment": "No"},
+    {"duplicate": "Yes", "not_duplicate": "No"},
 )
 
 
@@ -29,9 +60,64 @@ def word_ids(tokenizer: TokenizerWrapper, word: str, space: bool) -> Ids:
     return tokenizer.encode(" " + word if space else word, continues=True)
 
 
+def is_single_token(tokenizer: TokenizerWrapper, word: str, space: bool) -> bool:
+    ids = word_ids(tokenizer, word, space)
+    return len(ids) == 1 and ids[0] != tokenizer.unk_id
+
+
+def propose_words(tokenizer: TokenizerWrapper, labels: Sequence[str], space: bool) -> dict[str, str] | None:
+    """Label → word, each one token: the label itself, its last or its first word; else published words of such labels.
+
+    None where a label has no such word. A word that several labels share stands for none of them.
+    """
+    published = next((dict(words) for words in _PUBLISHED if {*map(str.lower, labels)} <= set(words)), None)
+    chosen = _own_words(tokenizer, labels, space)
+    if published and (chosen is None or all(label.isdecimal() for label in labels)):
+        words = {label: published[label.lower()] for label in labels}
+        return words if all(is_single_token(tokenizer, word, space) for word in words.values()) else chosen
+    return chosen
+
+
+def _own_words(tokenizer: TokenizerWrapper, labels: Sequence[str], space: bool) -> dict[str, str] | None:
+    forms = {label: _label_forms(label) for label in labels}
+    shared = Counter(form for each in forms.values() for form in each)
+    chosen: dict[str, str] = {}
+    for label, (whole, *parts) in forms.items():
+        usable = [whole, *(part for part in parts if shared[part] == 1)]
+        cased = (word for form in usable for word in (form, form.capitalize(), form.upper()))
+        word = next((word for word in cased if is_single_token(tokenizer, word, space)), None)
+        if word is None:
+            return None
+        chosen[label] = word
+    ids = {word_ids(tokenizer, word, space) for word in chosen.values()}
+    return chosen if len(ids) == len(chosen) else None
+
+
+def _label_forms(label: str) -> list[str]:
+    """`Billing_Issue` → billing issue, issue, billing."""
+    spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", label)
+    words = re.sub(r"[\s_/-]+", " ", spaced).strip().lower().split(" ")
+    return list(dict.fromkeys((" ".join(words), words[-1], words[0])))
+
+
 def label_word_ids(tokenizer: TokenizerWrapper, task: Task) -> Ids:
     """The id of each label's word, in label order: exactly one token each, all different, none unknown."""
-    return distinct_ids(task, [_single_token(tokenizer, task, label, word) for label, word in task.word_of.items()])
+    ids: list[int] = []
+    problems: list[str] = []
+    taken = list(task.words)  # also what has been suggested for another label
+    for label, word in task.word_of.items():
+        space = task.space_prefix and not word.strip().startswith(_NO_SPACE)
+        found = word_ids(tokenizer, word.strip(), space)
+        if problem := _problem(tokenizer, found):
+            suggested = _suggest_words(tokenizer, word.strip(), space, taken)
+            taken += suggested
+            hint = f"try {', '.join(map(repr, suggested))}" if suggested else "choose a more common word"
+            problems.append(f"the word {word!r} of label {label!r} {problem}; {hint}")
+        ids += found[:1]
+    if problems:
+        more = f"; and {len(problems) - MOST_LISTED} more words" if len(problems) > MOST_LISTED else ""
+        raise TaskError("; ".join(problems[:MOST_LISTED]) + more)
+    return distinct_ids(task, ids)
 
 
 def distinct_ids(task: Task, ids: Iterable[int]) -> Ids:
@@ -47,28 +133,19 @@ def distinct_ids(task: Task, ids: Iterable[int]) -> Ids:
     return tuple(label_of_id)
 
 
-def _single_token(tokenizer: TokenizerWrapper, task: Task, label: str, word: str) -> int:
-    space = task.space_prefix and not word.strip().startswith(_NO_SPACE)
-    ids = word_ids(tokenizer, word.strip(), space)
+def _problem(tokenizer: TokenizerWrapper, ids: Ids) -> str:
+    """What is wrong with the tokens of a label word; empty if nothing is."""
     if tokenizer.unk_id in ids and tokenizer.unk_id is not None:
-        problem = "is not in this tokenizer's vocabulary"
-    elif len(ids) != 1:
-        problem = f"is {len(ids)} tokens ({', '.join(tokenizer.token_strings(ids))}) and must be one"
-    else:
-        return ids[0]
-    hint = _suggest_words(tokenizer, word.strip(), space, task.words)
-    raise TaskError(f"the word {word!r} of label {label!r} {problem}{hint}")
+        return "is not in this tokenizer's vocabulary"
+    return "" if len(ids) == 1 else f"is {len(ids)} tokens ({', '.join(tokenizer.token_strings(ids))}) and must be one"
 
 
-def _suggest_words(tokenizer: TokenizerWrapper, word: str, space: bool, used: Iterable[str]) -> str:
-    """`; try 'good', 'excellent'`: words of similar meaning or spelling that are one token here."""
+def _suggest_words(tokenizer: TokenizerWrapper, word: str, space: bool, taken: Sequence[str]) -> list[str]:
+    """Words of the same meaning that are one token here: synonyms, the word in another case or without its ending."""
     synonyms = [other for group in _SYNONYMS if word.lower() in map(str.lower, group) for other in group]
-    spellings = [word.lower(), word.capitalize(), *(word[:end] for end in range(len(word) - 1, 2, -1))]
-    suggestions: list[str] = []
-    for other in dict.fromkeys(synonyms + spellings + tokenizer.words_starting_with(word[:3])):
-        ids = word_ids(tokenizer, other, space)
-        if other not in (word, *used) and len(ids) == 1 and ids[0] != tokenizer.unk_id:
-            suggestions.append(repr(other))
-        if len(suggestions) == 3:
-            break
-    return f"; try {', '.join(suggestions)}" if suggestions else "; choose a more common word"
+    stems = [word.lower().removesuffix(ending) for ending in _ENDINGS if word.lower().endswith(ending)]
+    stems += [stem[:-1] for stem in stems if stem[-2:-1] == stem[-1:]]  # shipping, ship
+    parts = _label_forms(word)
+    found = dict.fromkeys([*synonyms, word.lower(), word.capitalize(), *parts, *(s for s in stems if len(s) > 2)])
+    usable = (other for other in found if other not in (word, *taken) and is_single_token(tokenizer, other, space))
+    return list(itertools.islice(usable, SUGGESTED))

@@ -25,9 +25,9 @@ class LabelReader:
 
     def __init__(self, task: Task, id_order: IdOrder = None) -> None:
         self.task = task
-        self._index = {_normalize(label): i for i, label in enumerate(task.labels)}
+        self._index = {normalize_label(label): i for i, label in enumerate(task.labels)}
         aliases = {alias: label for alias, label in task.label_aliases.items() if label in task.labels}
-        self._index |= {_normalize(alias): task.labels.index(label) for alias, label in aliases.items()}
+        self._index |= {normalize_label(alias): task.labels.index(label) for alias, label in aliases.items()}
         self._stated = id_order is not None
         self._index_of_id: dict[int, int] | None = None
         if id_order is not None:
@@ -45,7 +45,7 @@ class LabelReader:
 
     def use_data_names(self, names: Sequence[str]) -> None:
         """Use the label names that the data carries for its ids."""
-        if names and not self._stated and all(_normalize(name) in self._index for name in names):
+        if names and not self._stated and all(normalize_label(name) in self._index for name in names):
             self._set_id_order(names)
 
     def is_name(self, value: Any) -> bool:
@@ -59,26 +59,24 @@ class LabelReader:
         ids = (len(order) for order in (self.task.labels, *self.task.id_orders.values()))
         return number is not None and 0 <= number < max(*ids, 2)
 
-    def read(self, value: Any, where: str) -> int:
+    def read(self, value: Any) -> int:
         """The index of a label."""
         if (index := self._find(value)) is not None:
             return index
         if (number := _parse_id(value)) is None:
-            labels, hint = join_names(self.task.labels), nearest(_normalize(str(value)), self._index)
+            labels, hint = join_names(self.task.labels), nearest(normalize_label(str(value)), self._index)
             hint = hint or "; rename it, or give a task file that lists it under label_aliases"
-            raise DataError(f"{where}: unknown label {_short_repr(value)}; labels are {labels}{hint}")
+            raise DataError(f"unknown label {_short_repr(value)}; labels are {labels}{hint}")
         if self._index_of_id is None:
-            raise DataError(f"{where}: label {_short_repr(value)} is an id, and {self._missing_order()}")
+            raise DataError(f"label {_short_repr(value)} is an id, and {self._missing_order()}")
         if number not in self._index_of_id:
             ids = join_names(f"{i} {self.task.labels[label]}" for i, label in sorted(self._index_of_id.items()))
-            raise DataError(
-                f"{where}: unknown label {_short_repr(value)}; ids are {ids}; a task file states others by id_order"
-            )
+            raise DataError(f"unknown label {_short_repr(value)}; ids are {ids}; a task file states others by id_order")
         return self._index_of_id[number]
 
     def _find(self, value: Any) -> int | None:
         """The index of a label by its name; of `COARSE:fine`, the coarse one, as in TREC."""
-        name = _normalize(str(value))
+        name = normalize_label(str(value))
         return self._index.get(name, self._index.get(name.partition(":")[0]))
 
     def _declared_order(self, name: str) -> Sequence[str]:
@@ -95,7 +93,7 @@ class LabelReader:
         self._index_of_id = {int(i): self._label_index(label) for i, label in items if label}
 
     def _label_index(self, label: str) -> int:
-        if (index := self._index.get(_normalize(str(label)))) is None:
+        if (index := self._index.get(normalize_label(str(label)))) is None:
             labels, hint = join_names(self.task.labels), nearest(str(label), self.task.labels)
             raise DataError(f"id_order names {label!r}, but the labels are {labels}{hint}")
         return index
@@ -110,20 +108,20 @@ class LabelReader:
         return f"task {task.name!r} knows several id orders ({task.describe_id_orders()}); state one, such as --id-order {first}"
 
 
-def choice_label(value: Any, candidates: Sequence[str], where: str) -> int:
+def choice_label(value: Any, candidates: Sequence[str]) -> int:
     """The index of the correct candidate of a choice, which is given by its index or by its text; of several, the first."""
     if (number := _parse_id(value)) is not None:
         if not 0 <= number < len(candidates):
-            raise DataError(f"{where}: label {number} for {len(candidates)} candidates; give an index from 0")
+            raise DataError(f"label {number} for {len(candidates)} candidates; give an index from 0")
         return number
     answers = as_texts(value)
     for answer in answers:
         if answer in candidates:
             return candidates.index(answer)
-    raise DataError(f"{where}: none of the answers {_short_repr(answers)} is among the {len(candidates)} candidates")
+    raise DataError(f"none of the answers {_short_repr(answers)} is among the {len(candidates)} candidates")
 
 
-def _normalize(name: str) -> str:
+def normalize_label(name: str) -> str:
     """Case, spaces, hyphens and underscores do not matter in a label's name."""
     return re.sub(r"[\s_-]+", "_", name.strip().lower())
 

@@ -12,7 +12,7 @@ from mezzo.errors import DataError, nearest
 from mezzo.tasks import nested
 from mezzo.tasks.columns import flatten_row, match_columns, name_columns, required_columns
 from mezzo.tasks.labels import IdOrder, LabelReader, choice_label, is_missing
-from mezzo.tasks.readers import READERS, RawTable, Row, Table, read_file, table_from_json
+from mezzo.tasks.readers import READERS, BadRows, RawTable, Row, Table, read_file, table_from_json
 from mezzo.tasks.registry import get_task
 from mezzo.tasks.task import Task, as_texts
 from mezzo.types import Example
@@ -59,12 +59,10 @@ def load_examples(
     options = _LoadOptions(task, LabelReader(task, id_order), labelled, columns or {})
     if isinstance(source, list | tuple) and source and isinstance(source[0], Example):
         return list(source)
-    if isinstance(source, str) and source.startswith("hub:"):
-        source = _load_from_hub(source.removeprefix("hub:"), split)
-    if isinstance(source, str | Path):
-        table = _table_from_path(Path(source), options, split, encoding)
+    if files := _find_label_files(source, split, options):
+        table = _table_from_label_files(files, task, encoding)
     else:
-        table = _table_from_object(source, split)
+        table = _name_table(read_table(source, split, encoding, task.encoding), options)
     examples = list(_examples(table, options))
     if not examples:
         raise DataError(f"{table.source}: no rows{' with a label' if table.rows else ''}; give data that has some")
@@ -85,19 +83,33 @@ def is_k_shot(folder: Path) -> bool:
 # --- from a source to a table
 
 
-def _table_from_path(path: Path, options: _LoadOptions, split: str | None, encoding: str | None) -> Table:
+def read_table(
+    source: Any, split: str | None = None, encoding: str | None = None, published_encoding: str = ""
+) -> Table | RawTable:
+    """The rows of a source, before it is known which column is which."""
+    if isinstance(source, str) and source.startswith("hub:"):
+        source = _load_from_hub(source.removeprefix("hub:"), split)
+    if not isinstance(source, str | Path):
+        return _table_from_object(source, split)
+    path = Path(source)
     if path.is_dir():
         if (file := find_split(path, split)) is None:
-            return _table_from_label_files(path, options, split, encoding)
+            found = ", ".join(sorted(file.name for file in _data_files(path).values())) or "no data files"
+            problem = "name a split" if split is None else f"no file for split {split!r}"
+            raise DataError(f"{path} is a folder: {problem}; found {found}")
         path = file
     if not path.exists():
         neighbours = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         raise DataError(f"no file {str(path)!r}{nearest(path.name, neighbours) or '; check the path'}")
-    table, has_header = read_file(path, encoding, options.task.encoding), True
+    return read_file(path, encoding, published_encoding)
+
+
+def _name_table(table: Table | RawTable, options: _LoadOptions) -> Table:
+    in_k_shot_folder, has_header = is_k_shot(Path(table.source).parent), True
     if isinstance(table, RawTable):
         needs_label = options.labelled not in (False, "ignore")
         table, has_header = name_columns(options.task, table, options.labels, needs_label, options.columns)
-    if not has_header or is_k_shot(path.parent):
+    if not has_header or in_k_shot_folder:
         options.labels.use_layout_order("lm-bff", "csv")  # whose files have no header, or lie in K-SEED folders
     return table
 
@@ -113,15 +125,20 @@ def _data_files(folder: Path) -> dict[str, Path]:
     return {path.stem: path for suffix in reversed(READERS) for path in sorted(folder.glob(f"*{suffix}"))}
 
 
-def _table_from_label_files(folder: Path, options: _LoadOptions, split: str | None, encoding: str | None) -> Table:
-    """All rows of a folder with one file of lines per label (`rt-polarity.pos`, `quote.tok.gt9.5000`)."""
+def _find_label_files(source: Any, split: str | None, options: _LoadOptions) -> dict[int, Path]:
+    """Label → its file in a folder with one file of lines per label (`rt-polarity.pos`, `quote.tok.gt9.5000`)."""
     task, labels = options.task, options.labels
+    if split not in (None, "train") or len(task.columns) > 1 or not isinstance(source, str | Path):
+        return {}
+    folder = Path(source)
+    if not folder.is_dir() or find_split(folder, split):
+        return {}
     named = [(part, path) for path in sorted(folder.iterdir()) for part in path.name.split(".") if labels.is_name(part)]
-    files = {labels.read(part, ""): path for part, path in named}
-    if split not in (None, "train") or len(task.columns) > 1 or not len(task.labels) == len(named) == len(files):
-        found = ", ".join(sorted(path.name for path in _data_files(folder).values())) or "no data files"
-        problem = "name a split" if split is None else f"no file for split {split!r}"
-        raise DataError(f"{folder} is a folder: {problem}; found {found}")
+    files = {labels.read(part): path for part, path in named}
+    return files if len(task.labels) == len(named) == len(files) else {}
+
+
+def _table_from_label_files(files: Mapping[int, Path], task: Task, encoding: str | None) -> Table:
     tables = {label: read_file(path, encoding, task.encoding, suffix=".txt") for label, path in files.items()}
     rows = [
         {task.label_column: task.labels[label], task.columns[0]: cells[0]}
@@ -129,7 +146,7 @@ def _table_from_label_files(folder: Path, options: _LoadOptions, split: str | No
         if isinstance(table, RawTable)
         for _, cells in table.rows
     ]
-    return Table(str(folder), list(enumerate(rows, 1)), "row")
+    return Table(str(next(iter(files.values())).parent), list(enumerate(rows, 1)), "row")
 
 
 def _load_from_hub(name: str, split: str | None) -> Any:
@@ -173,39 +190,42 @@ def _examples(table: Table, options: _LoadOptions) -> Iterator[Example]:
     task, labels = options.task, options.labels
     columns: dict[str, str] = {}
     names: tuple[str, ...] | None = None
+    bad = BadRows(table.source, table.unit)
     for number, raw in _expand_rows(table):
-        where = table.location(number)
         row = flatten_row(raw)
         if names != (names := tuple(row)):  # rows of a table have the same columns; lines of JSON may not
-            columns = match_columns(task, names, where, options.columns, options.labelled is True)
+            columns = match_columns(task, names, table.location(number), options.columns, options.labelled is True)
             labels.use_data_names(table.label_names.get(columns.get(task.label_column, ""), ()))
-        fields = {column: _field(row[columns[column]], column, task, where) for column in required_columns(task)}
         value = row.get(columns.get(task.label_column, ""))
         if task.label_column not in options.columns and labels.is_name(row.get("label_text", "")):
             value = row["label_text"]  # beside an id, whose meaning a copy of a data set may have changed
-        example = _example(fields, value, options, where)
+        try:
+            fields = {column: _field(row[columns[column]], column, task) for column in required_columns(task)}
+            example = _example(fields, value, options)
+        except DataError as error:
+            bad.add(number, str(error))
+            continue
         if example is not None:
             yield example
+    bad.refuse()
 
 
-def _example(fields: dict[str, Any], value: Any, options: _LoadOptions, where: str) -> Example | None:
+def _example(fields: dict[str, Any], value: Any, options: _LoadOptions) -> Example | None:
     """The example of a row whose label column holds `value`; None for one to leave out."""
     task, labels, labelled = options.task, options.labels, options.labelled
     if labelled == "ignore" and task.kind == "classification":
         return Example(fields)
-    if is_missing(value) and not (task.labels and isinstance(value, str) and labels.could_be_label(value)):
+    if is_missing(value) and not (task.labels and isinstance(value, str | int) and labels.could_be_label(value)):
         if labelled is True:
-            raise DataError(
-                f"{where}: no label; give one, or delete the row (in Python, load_examples skips such rows: labelled='skip')"
-            )
+            raise DataError("no label; give one, or leave out such rows with --skip-unlabelled (labelled='skip')")
         return None if labelled == "skip" else Example(fields)
     if task.kind == "generation":
         return Example({**fields, task.label_column: as_texts(value)}, 0)
     if task.kind == "choice":
         candidates = task.choices(fields)
         answers = {} if isinstance(value, int) else {task.label_column: as_texts(value)}
-        return Example({**fields, **answers}, choice_label(value, candidates, where))
-    return Example(fields, labels.read(value, where))
+        return Example({**fields, **answers}, choice_label(value, candidates))
+    return Example(fields, labels.read(value))
 
 
 def _expand_rows(table: Table) -> Iterator[tuple[int, Row]]:
@@ -218,18 +238,18 @@ def _expand_rows(table: Table) -> Iterator[tuple[int, Row]]:
             ) from None
 
 
-def _field(value: Any, column: str, task: Task, where: str) -> str | list[str]:
+def _field(value: Any, column: str, task: Task) -> str | list[str]:
     if column in task.candidates and isinstance(value, list | tuple):
-        return [_check_encodable(text, column, where) for text in as_texts(value)]
+        return [_check_encodable(text, column) for text in as_texts(value)]
     if value is None or isinstance(value, list | tuple | Mapping):
-        raise DataError(f"{where}: {column!r} is {'null' if value is None else 'not text'}; give a string")
-    return _check_encodable(str(value), column, where)
+        raise DataError(f"{column!r} is {'null' if value is None else 'not text'}; give a string")
+    return _check_encodable(str(value), column)
 
 
-def _check_encodable(text: str, column: str, where: str) -> str:
+def _check_encodable(text: str, column: str) -> str:
     """JSON can hold half a character, which can be neither written to a file nor tokenized."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: {column!r} holds half a character (a lone surrogate at {error.start + 1})") from None
+        raise DataError(f"{column!r} holds half a character (a lone surrogate at {error.start + 1})") from None
     return text

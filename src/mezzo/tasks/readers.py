@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from mezzo.errors import DataError, MezzoWarning
 MAX_LINE = 10_000_000
 # Bytes that a file may have, or unpack to, when it can only be read as a whole.
 MAX_TABLE = 2**30
+# What separates the cells of a .csv file, most likely first, and the rows that are tried.
+DELIMITERS, SNIFFED_ROWS = (",", ";", "\t"), 100
 # How files that are not text begin, and what they are.
 _BINARY = {
     b"PK\x03\x04": "a zip archive",
@@ -55,6 +58,35 @@ class RawTable:
     source: str
     rows: Sequence[tuple[int, Cells]]
     lines: bool = False
+
+
+class BadRows:
+    """Rows that cannot be used, reported together: at most ten of them, then a count."""
+
+    LISTED = 10
+
+    def __init__(self, source: object, unit: str = "line") -> None:
+        self.source, self.unit = source, unit
+        self.count = 0
+        self.rows_of: dict[str, list[int]] = {}
+
+    def add(self, number: int, problem: str) -> None:
+        if self.count < self.LISTED:
+            self.rows_of.setdefault(problem, []).append(number)
+        self.count += 1
+
+    def refuse(self) -> None:
+        """Raise DataError if there are any."""
+        if not self.count:
+            return
+        more = self.count - sum(map(len, self.rows_of.values()))
+        of_one_kind = len(self.rows_of) == 1
+        parts = []
+        for problem, numbers in self.rows_of.items():
+            rest = f" and {more} more" if more and of_one_kind else ""
+            parts.append(f"{self.unit}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}{rest}: {problem}")
+        end = f"; and {more} more rows" if more and not of_one_kind else ""
+        raise DataError(f"{self.source}, {'; also '.join(parts)}{end}")
 
 
 class _NotDecodable(DataError):
@@ -128,14 +160,16 @@ def table_from_json(value: Any, source: str) -> Table:
 
 
 def _read_jsonl(path: Path, encoding: str) -> Table:
-    rows = []
+    rows, bad = [], BadRows(path)
     for number, line in numbered_lines(path, encoding):
         if line.strip():
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise _bad_json(path, number, error) from None
+                bad.add(number, _json_problem(error))
+                continue
             rows.append((number, _check_object(value, path, number)))
+    bad.refuse()
     return Table(str(path), rows)
 
 
@@ -159,20 +193,38 @@ def _read_json(path: Path, encoding: str) -> Table:
 
 
 def _read_csv(path: Path, encoding: str) -> RawTable:
-    """Comma-separated; quoted cells may contain commas, quotes and newlines."""
-    reader = csv.reader((line for _, line in numbered_lines(path, encoding)), strict=True)
-    rows: list[tuple[int, Cells]] = []
-    start, default_limit = 1, csv.field_size_limit(MAX_LINE)  # the module's own limit is lower, and global
+    """Separated by commas, semicolons or tabs; quoted cells may contain separators, quotes and newlines."""
+    default_limit = csv.field_size_limit(MAX_LINE)  # the module's own limit is lower, and global
+    try:
+        return RawTable(str(path), list(_csv_rows(path, encoding, _sniff_delimiter(path, encoding))))
+    finally:
+        csv.field_size_limit(default_limit)
+
+
+def _csv_rows(path: Path, encoding: str, delimiter: str) -> Iterator[tuple[int, Cells]]:
+    reader = csv.reader((line for _, line in numbered_lines(path, encoding)), strict=True, delimiter=delimiter)
+    start = 1
     try:
         for cells in reader:
             if cells:
-                rows.append((start, cells))
+                yield start, cells
             start = reader.line_num + 1
     except csv.Error as error:
         raise DataError(f"{path}, line {start}: bad csv ({error}); close or double its quotes") from None
-    finally:
-        csv.field_size_limit(default_limit)
-    return RawTable(str(path), rows)
+
+
+def _sniff_delimiter(path: Path, encoding: str) -> str:
+    """The separator by which most rows have as many cells as the first, which has several; a comma if none does."""
+
+    def share_of_regular_rows(delimiter: str) -> float:
+        try:
+            rows = [cells for _, cells in itertools.islice(_csv_rows(path, encoding, delimiter), SNIFFED_ROWS)]
+        except DataError:  # quotes that do not fit the separator; reported when the file is read
+            return 0.0
+        share = sum(len(cells) == len(rows[0]) > 1 for cells in rows) / max(1, len(rows))
+        return share if share > 0.5 else 0.0
+
+    return max(DELIMITERS, key=share_of_regular_rows)
 
 
 def _read_tsv(path: Path, encoding: str) -> RawTable:
@@ -264,8 +316,12 @@ def _check_object(value: Any, source: Any, number: int, unit: str = "line") -> R
 
 
 def _bad_json(path: Path, number: int, error: Exception) -> DataError:
+    return DataError(f"{path}, line {number}: {_json_problem(error)}")
+
+
+def _json_problem(error: Exception) -> str:
     reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else type(error).__name__
-    return DataError(f"{path}, line {number}: bad JSON ({reason}); fix or delete that line")
+    return f"bad JSON ({reason}); fix or delete that line"
 
 
 def _unknown_encoding(path: Path, encoding: str) -> DataError:

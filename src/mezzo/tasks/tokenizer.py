@@ -105,13 +105,6 @@ class TokenizerWrapper:
         """The tokens of `ids` as the vocabulary spells them."""
         return [str(token) for token in self.wrapped.convert_ids_to_tokens(list(ids))]
 
-    def words_starting_with(self, start: str) -> list[str]:
-        """Words of the vocabulary that begin with `start`, shortest first."""
-        vocabulary: dict[str, int] = getattr(self.wrapped, "get_vocab", dict)()
-        mark = self.word_marks[1]
-        words = {token.removeprefix(mark) for token in vocabulary if token.startswith(mark + start)}
-        return sorted((word for word in words if word.isalpha()), key=lambda word: (len(word), word))
-
     def _tokenize(self, text: str) -> Ids:
         encoded = self.wrapped(
             text.encode("utf-8", "replace").decode(),  # JSON may hold half a surrogate pair, which no tokenizer accepts
