@@ -16,7 +16,7 @@ from mezzo.journal.compact import export_compact
 from mezzo.replay.replay import Verified
 from mezzo.replay.replay import verify as verify_content
 from mezzo.runs import datasets
-from mezzo.runs.build import RESUMABLE, Function, new_run, resume_run
+from mezzo.runs.build import CONTACTING, RESUMABLE, Function, new_run, resume_run
 from mezzo.runs.events import Observer
 from mezzo.runs.folder import Folder
 from mezzo.runs.model_card import model_card
@@ -88,8 +88,9 @@ def _is_path(value: Any) -> bool:
 
 
 def _refuse_changes(given: Mapping[str, Any], config: str | Path | None) -> None:
-    """A resumed run is the same run: only its limits and its machine may differ."""
-    refused = sorted(set(given) - {*RESUMABLE, "objective"}) + (["a config file"] if config else [])
+    """A resumed run is the same run: only its limits and its machine may differ. What contacts other machines is compared
+    with the journal."""
+    refused = sorted(set(given) - {*RESUMABLE, *CONTACTING, "objective"}) + (["a config file"] if config else [])
     if refused:
         raise ConfigError(
             f"a resumed run keeps its settings; {', '.join(refused)} cannot change (only {', '.join(RESUMABLE)} can)"

@@ -42,7 +42,8 @@ class Option:
     per_model: bool = False
     """The `mezzo.json` of a model may set it."""
     contacts: Callable[[Any], bool] | None = None
-    """Whether a value sends prompts and weights over the network, or lets a cluster run code on this machine."""
+    """Whether a value makes the run contact other machines: it sends prompts, weights or figures there, asks there for a
+    model or data, or lets a cluster run code here."""
     runs_code: Callable[[Any], bool] | None = None
     """Whether a value runs code that does not come with this package."""
     placeholder: str = ""

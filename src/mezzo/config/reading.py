@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.config.hints import similar_options
+from mezzo.config.option import Option
 from mezzo.config.run_config import OPTIONS, RunConfig
 from mezzo.engines.registry import ENGINES
 from mezzo.errors import ConfigError
@@ -60,12 +61,18 @@ def from_file(path: Path, given: Collection[str] = ()) -> dict[str, Any]:
     if path.suffix == ".json":
         values = {name: value for name, value in values.items() if value is not None and name != "out"}
     flat = {name: value for name, value in flatten(values).items() if name not in given}
-    for option in (OPTIONS[name] for name, value in flat.items() if OPTIONS[name].unsafe(value)):
+    for option in unnamed_options(flat, given):
         raise ConfigError(
             f"{path}: {option.name} is not taken from a file, which may come from a stranger: "
             f"give {f'{option.flag} {option.placeholder}'.strip()} beside it if you trust it"
         )
     return flat
+
+
+def unnamed_options(values: Mapping[str, Any], given: Collection[str]) -> list[Option]:
+    """The options that only the user may set to these values, which run code or contact other machines, and did not."""
+    known = {name: value for name, value in values.items() if name in OPTIONS and name not in given}
+    return [OPTIONS[name] for name, value in known.items() if OPTIONS[name].unsafe(convert(name, value))]
 
 
 def _read_table(path: Path) -> dict[str, Any]:

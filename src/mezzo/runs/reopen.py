@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from mezzo.config import from_mapping, option_names
+from mezzo.config import flatten, from_mapping, option_names, unnamed_options
 from mezzo.engines import open_engine
 from mezzo.engines.base import Engine
 from mezzo.errors import ConfigError, JournalError
@@ -41,17 +41,17 @@ def open_base_engine(content: Content, **changes: Any) -> tuple[Engine, Setup]:
         raise ConfigError(f"{', '.join(refused)} belongs to the run and cannot be changed after it")
     # Weights do not depend on what ran the model: unless an engine is named, this process rebuilds them itself.
     here: dict[str, Any] = {} if "engine" in given else {"engine": "torch", "tp": 1}
-    here |= {"url": ()}  # prompts and weights go only to servers that the user names
     here |= {"device": "auto", "threads": None, "eval_limit": None}  # these belonged to the machine of the run
-    here |= {"remote_code": False}  # a model's own code runs only where the user asks for it
     header = content.header
     try:
-        config = from_mapping({**header.config, **here, **given})
-        recorded = get_task(dict(header.task))
+        recorded = flatten(header.config)
+        here |= _without_contacts({**recorded, **given}, given)
+        config = from_mapping({**recorded, **here, **given})
+        task = get_task(dict(header.task))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise JournalError(f"{content.path}: the header lacks what a rebuild needs: {error}") from None
     changed = any(name in given for name in ("task", "template", "words"))
-    setup = resolve_setup(config, find_task(config, header.family) if changed else recorded)
+    setup = resolve_setup(config, find_task(config, header.family) if changed else task)
     # The header, not the task that is asked about, says which head was trained.
     spec = dataclasses.replace(setup.engine_spec, family=header.family, classes=header.classes)
     engine = open_engine(setup.config.engine, spec)
@@ -61,6 +61,20 @@ def open_base_engine(content: Content, **changes: Any) -> tuple[Engine, Setup]:
         engine.close()
         raise
     return engine, setup
+
+
+def _without_contacts(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The defaults of options whose values would run code or contact other machines, and which the user has not named: a
+    journal may be anybody's. What cannot be replaced is refused."""
+    unnamed = unnamed_options(values, given)
+    needed = ("model", "train") if values.get("demonstrations") else ("model",)
+    for option in unnamed:
+        if option.name in needed:
+            raise ConfigError(
+                f"the run used {option.flag} {values[option.name]!r}, which is not on this machine: "
+                f"name it again to fetch it: {option.flag} {option.placeholder}"
+            )
+    return {option.name: option.default for option in unnamed}
 
 
 def open_run(path: str | Path, at: int | None = None, **changes: Any) -> tuple[Engine, Setup]:
