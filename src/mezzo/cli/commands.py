@@ -21,6 +21,7 @@ from mezzo.parallel.transports import torchrun
 from mezzo.runs.folder import Folder
 from mezzo.signal import measure
 from mezzo.tasks import get_task, list_tasks
+from mezzo.untrusted import printable
 
 
 def train(options: Namespace) -> Any:
@@ -53,7 +54,7 @@ def _train(options: Namespace) -> Any:
     if run.stopped == "interrupted":
         print(f"stopped at step {run.steps}; continue with: mezzo train --resume {run.out}", file=sys.stderr)
     if options.json:
-        print(run, file=sys.stderr)
+        _show(options, str(run))
     else:
         show_summary(run)
     return run.to_dict(), (130 if run.stopped == "interrupted" else 0)
@@ -71,7 +72,7 @@ def predict(options: Namespace) -> Any:
     is_table = options.data and Path(options.data).suffix.lower() not in ("", ".txt")
     rows = options.data if is_table else _read_lines(options.data)
     for row in api.predict(rows, options.run, at=options.at, **given_options(options)):
-        print(json.dumps(json_safe(row), ensure_ascii=False), flush=True)
+        print(printable(json.dumps(json_safe(row), ensure_ascii=False)), flush=True)
         count += 1
     return {"n": count}
 
@@ -203,7 +204,7 @@ def _exit_on_signals() -> Iterator[None]:
 
 def _show(options: Namespace, text: str) -> None:
     """Print a result to standard output, or to standard error where a program reads the JSON."""
-    print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
+    print(printable(text), file=sys.stderr if options.json else sys.stdout, flush=True)
 
 
 def _one_line(value: Any) -> str:
@@ -239,6 +240,7 @@ def _toml(config: dict[str, dict[str, Any]]) -> str:
     lines = []
     for group, values in config.items():
         lines.append(f"[{group}]")
-        lines += [f"# {key} =" if value is None else f"{key} = {json.dumps(value)}" for key, value in values.items()]
+        texts = {key: json.dumps(value, ensure_ascii=False) for key, value in values.items()}
+        lines += [f"# {key} =" if values[key] is None else f"{key} = {text}" for key, text in texts.items()]
         lines.append("")
-    return "\n".join(lines)
+    return printable("\n".join(lines))

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from mezzo.untrusted import printable
+
 Observer = Callable[[str, dict[str, Any]], None]
 # All other verdicts are red.
 VERDICT_COLOURS = {"worked": "green", "unclear": "yellow", "not tested": "yellow"}
@@ -34,7 +36,7 @@ def show_progress(plain: bool = False) -> contextlib.AbstractContextManager[Obse
 def show_summary(run: Any) -> None:
     """The final table, with a coloured verdict in a terminal."""
     if not sys.stdout.isatty():
-        print(run)
+        print(printable(str(run)))
         return
     from rich.console import Console
     from rich.table import Table
@@ -42,17 +44,17 @@ def show_summary(run: Any) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in run.table():
         style = VERDICT_COLOURS.get(run.verdict.split(":")[0], "red") if name == "verdict" else ""
-        table.add_row(name, value, style=style)
+        table.add_row(name, printable(value), style=style)
     Console(highlight=False, markup=False).print(table)
 
 
 def event_line(event: str, values: dict[str, Any]) -> str:
     """One plain line about an event; empty for those that are not shown."""
     if event == "start":
-        return _start_line(values)
+        return printable(_start_line(values))
     if event == "encoding" and values["examples"] < ANNOUNCED_EXAMPLES:
         return ""
-    return EVENT_LINES.get(event, "").format(**values)
+    return printable(EVENT_LINES.get(event, "").format(**values))
 
 
 def _start_line(values: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mezzo.evaluation.evaluate import Evaluation
+from mezzo.method.objectives import METRICS
 
 Event = Mapping[str, Any]
 
@@ -41,7 +42,7 @@ class Metrics:
         self.zero_shot = next(iter(_parse_evaluations(events, "zero-shot", "test")), None)
         # The tested checkpoint of a finished run. Some keys of its event differ.
         tested = {**self.result, "step": self.result.get("best_step", 0), "n": self.result.get("n_test")}
-        self.final = _parse_evaluation(tested, str(self.result.get("tested_on", "test")))
+        self.final = _parse_evaluation(tested, "dev" if self.result.get("tested_on") == "dev" else "test")
         self.warnings = [
             RunWarning(int(finite_number(e.get("step")) or 0), str(e.get("kind", "note")), str(e.get("text", "")))
             for e in _all(events, "warning")
@@ -83,7 +84,7 @@ def _parse_evaluation(event: Event, split: str) -> RecordedEvaluation | None:
         return None
     figures = (finite_number(event.get(key)) for key in ("accuracy", "loss", "calibrated"))
     accuracy, loss, calibrated = (math.nan if figure is None else figure for figure in figures)
-    metric = str(event.get("metric", "accuracy"))
+    metric = next((name for name in METRICS if name == event.get("metric")), "accuracy")
     return RecordedEvaluation(metric, value, (low, high), accuracy, loss, int(n or 0), calibrated, split, int(step))
 
 

@@ -36,10 +36,16 @@ def has_matplotlib() -> bool:
 
 
 def render_png(chart: Chart) -> bytes:
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
+
+    with rc_context({"text.parse_math": False}):  # a run's name may hold a dollar sign
+        return _draw(chart, Figure(figsize=(6, 3.6), layout="constrained"))
+
+
+def _draw(chart: Chart, figure: Any) -> bytes:
     from matplotlib.ticker import PercentFormatter
 
-    figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes: Any = figure.subplots()
     for series in chart.series:
         colour = COLOURS[series.colour % len(COLOURS)]

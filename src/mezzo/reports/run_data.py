@@ -17,6 +17,7 @@ from mezzo.reports.metrics import Metrics, RecordedEvaluation, finite_number
 from mezzo.runs.folder import METRICS, Folder
 from mezzo.runs.health import Verdict, verdict
 from mezzo.types import StepRecord
+from mezzo.untrusted import printable
 
 # An unfinished run counts as running for this long after its last line of metrics.
 RUNNING_SECONDS = 120
@@ -38,7 +39,7 @@ class RunData:
 
     @property
     def name(self) -> str:
-        return self.path.resolve().name
+        return printable(self.path.resolve().name)
 
     @property
     def planned_steps(self) -> int:
