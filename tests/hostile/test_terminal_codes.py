@@ -50,7 +50,9 @@ def test_charts_show_codes_and_formulas_as_text(valid_run, workspace):
     assert main(["report", str(run), "--plots", str(run / "plots")]) == 0
     assert (run / "plots" / "metric.svg").is_file()
     other = run.rename(workspace / r"run$\frac$")
-    assert main(["report", str(valid_run), str(other), "--out", str(other / "r.html"), "--plots", str(other / "p")]) == 0
+    assert (
+        main(["report", str(valid_run), str(other), "--out", str(other / "r.html"), "--plots", str(other / "p")]) == 0
+    )
 
 
 @pytest.mark.parametrize("suffix", ["json", "toml"])

@@ -21,7 +21,7 @@ from mezzo.parallel.transports import torchrun
 from mezzo.runs.folder import Folder
 from mezzo.signal import measure
 from mezzo.tasks import get_task, list_tasks
-from mezzo.untrusted import printable
+from mezzo.untrusted import printable, without_credentials
 
 
 def train(options: Namespace) -> Any:
@@ -204,7 +204,7 @@ def _exit_on_signals() -> Iterator[None]:
 
 def _show(options: Namespace, text: str) -> None:
     """Print a result to standard output, or to standard error where a program reads the JSON."""
-    print(printable(text), file=sys.stderr if options.json else sys.stdout, flush=True)
+    print(printable(without_credentials(text)), file=sys.stderr if options.json else sys.stdout, flush=True)
 
 
 def _one_line(value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from mezzo.cli.parser import build_parser
 from mezzo.errors import MezzoError, is_out_of_memory
 from mezzo.journal.atomic_files import json_safe
-from mezzo.untrusted import printable
+from mezzo.untrusted import printable, without_credentials
 
 # Load per core from which on a machine counts as busy.
 BUSY_LOAD = 0.75
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_error(message: str) -> None:
-    print(f"mezzo: {printable(' '.join(message.split()))}", file=sys.stderr)
+    print(f"mezzo: {printable(without_credentials(' '.join(message.split())))}", file=sys.stderr)
 
 
 def _discard_output() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from mezzo.untrusted import printable
+from mezzo.untrusted import printable, without_credentials
 
 Observer = Callable[[str, dict[str, Any]], None]
 # All other verdicts are red.
@@ -54,7 +54,7 @@ def event_line(event: str, values: dict[str, Any]) -> str:
         return printable(_start_line(values))
     if event == "encoding" and values["examples"] < ANNOUNCED_EXAMPLES:
         return ""
-    return printable(EVENT_LINES.get(event, "").format(**values))
+    return printable(without_credentials(EVENT_LINES.get(event, "").format(**values)))
 
 
 def _start_line(values: dict[str, Any]) -> str:

@@ -47,7 +47,7 @@ class RunConfig:
     tp: int = option("model", 1, "ranks that SGLang splits the model over (tensor parallelism)",
         at_least=1, at_most=1024, commands=USE, resumable=True, reopen="machine")
     url: tuple[str, ...] = option("model", (), "SGLang servers to use instead of starting one; several share each batch",
-        contacts=bool, placeholder="ADDRESS", commands=USE, resumable=True, reopen="machine")
+        contacts=bool, address=True, placeholder="ADDRESS", commands=USE, resumable=True, reopen="machine")
     remote_code: bool = option("model", False, "allow code that comes with a hub model to run",
         runs_code=bool, commands=USE, resumable=True, reopen="machine")
 
@@ -55,7 +55,8 @@ class RunConfig:
         at_least=1, resumable=True)
     ray_address: str | None = option("workers", None,
         "let Ray run the workers: an address, auto, or local for a Ray of its own",
-        contacts=lambda address: bool(address) and address not in ("local", "auto"), placeholder="ADDRESS", resumable=True)
+        contacts=lambda address: bool(address) and address not in ("local", "auto"),
+        address=True, placeholder="ADDRESS", resumable=True)
     worker_timeout: float | None = option("workers", None,
         "seconds after which a silent worker is replaced [by measured times]", positive=True, resumable=True)
     check_workers: int = option("workers", 100, "steps between comparisons of the workers' weights and scores; 0 never",

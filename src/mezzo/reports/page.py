@@ -12,7 +12,7 @@ from mezzo.reports import html
 from mezzo.reports.charts import comparison_charts
 from mezzo.reports.run_data import RunData
 from mezzo.reports.sections import run_section
-from mezzo.untrusted import printable
+from mezzo.untrusted import printable, without_credentials
 
 COMPARISON_COLUMNS = (
     *("run", "verdict", "figure", "95% interval", "calibrated", "best step", "steps", "zero slopes"),
@@ -37,7 +37,7 @@ def render_page(runs: Sequence[RunData], live: bool = False) -> str:
         f"<style>{_read_asset('style.css')}</style></head>\n<body><main>{''.join(body)}</main>"
         f"{f'<script>{script}</script>' if live else ''}</body></html>\n"
     )
-    return printable(page)
+    return printable(without_credentials(page))
 
 
 def _read_asset(name: str) -> str:

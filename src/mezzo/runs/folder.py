@@ -13,6 +13,7 @@ from mezzo.errors import ConfigError, JournalError, RunFailed
 from mezzo.journal.atomic_files import explain_os_errors, json_safe, refuse_links, write_all, write_atomically
 from mezzo.journal.journal import NAME as JOURNAL
 from mezzo.replay.snapshots import Snapshots
+from mezzo.untrusted import without_credentials
 
 METRICS = "metrics.jsonl"
 WORKERS = "workers"
@@ -71,7 +72,7 @@ class Folder:
 
     def note(self, event: str, values: dict[str, Any]) -> None:
         """Append one line of metrics."""
-        line = json.dumps({"event": event, **json_safe(values)}).encode() + b"\n"
+        line = without_credentials(json.dumps({"event": event, **json_safe(values)})).encode() + b"\n"
         path = self.path / METRICS
         with explain_os_errors(path, RunFailed):
             if self._metrics < 0:

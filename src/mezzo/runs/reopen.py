@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,18 @@ from mezzo.runs.datasets import find_task
 from mezzo.runs.folder import Folder
 from mezzo.runs.setup import Setup, resolve_setup
 from mezzo.tasks import get_task
+from mezzo.untrusted import without_credentials
 
 
 def open_journal(path: str | Path) -> Content:
-    """The journal of a run folder, a journal.jsonl, or a compact journal."""
-    path = Path(path)
+    """The journal of a run folder, a journal.jsonl, or a compact journal; its header without credentials."""
+    content = _read_any(Path(path))
+    header = content.header
+    config, engine = (json.loads(without_credentials(json.dumps(part))) for part in (header.config, header.engine))
+    return dataclasses.replace(content, header=dataclasses.replace(header, config=config, engine=engine))
+
+
+def _read_any(path: Path) -> Content:
     if path.is_dir():
         return read(path)
     if not path.exists():
