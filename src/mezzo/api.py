@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -230,4 +229,4 @@ def records(path: str | Path) -> list[StepRecord]:
 
 def config_of(path: str | Path) -> dict[str, Any]:
     """The resolved configuration of a run folder."""
-    return dict(json.loads((Path(path) / "config.json").read_text()))
+    return Folder.open(path).read_config()

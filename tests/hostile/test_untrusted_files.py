@@ -358,9 +358,9 @@ def test_tensor_shapes_larger_than_the_file_are_refused(tiny_folder, tiny_data, 
     snapshots = Snapshots(workspace / "snapshots")
     snapshots.folder.mkdir()
     snapshots.path(3).write_bytes(path.read_bytes())
-    assert snapshots.load(3) is None
+    assert snapshots.load(3, []) is None
     snapshots.path(4).write_bytes(struct.pack("<Q", 2**62) + b"{}")
-    assert snapshots.load(4) is None
+    assert snapshots.load(4, []) is None
 
 
 @pytest.mark.parametrize(("key", "value"), [("samples", 10**9), ("rank", 10**9), ("prefix_tokens", 10**9)])

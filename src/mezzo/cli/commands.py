@@ -21,6 +21,7 @@ from mezzo.parallel.transports import torchrun
 from mezzo.runs.folder import Folder
 from mezzo.signal import measure
 from mezzo.tasks import get_task, list_tasks
+from mezzo.tasks.readers import MAX_LINE
 from mezzo.untrusted import printable, without_credentials
 
 
@@ -217,7 +218,9 @@ def _read_lines(path: str | None) -> Iterator[Any]:
     try:
         with open(path, encoding="utf-8") if path else sys.stdin as file:
             as_json = None
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), ""), 1):
+                if len(line) > MAX_LINE:
+                    raise DataError(f"{name}, line {number}: longer than {MAX_LINE:,} characters; is this text?")
                 if not (line := line.strip()):
                     continue
                 as_json = line.startswith("{") if as_json is None else as_json
@@ -231,7 +234,7 @@ def _read_lines(path: str | None) -> Iterator[Any]:
 def _parse_json(line: str, name: str, number: int) -> Any:
     try:
         return json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{name}, line {number}: not valid JSON ({error})") from None
 
 

@@ -39,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MezzoError as error:
         _print_error(str(error))
         return error.exit_code
+    except RecursionError:
+        _print_error("a file is nested too deeply to be one of mezzo's")
+        return 2
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

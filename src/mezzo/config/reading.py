@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 import types
 import typing
 from collections.abc import Collection, Mapping
@@ -15,6 +13,7 @@ from mezzo.config.option import Option
 from mezzo.config.run_config import OPTIONS, RunConfig
 from mezzo.engines.registry import ENGINES
 from mezzo.errors import ConfigError
+from mezzo.untrusted import read_settings
 
 TYPES: dict[str, Any] = typing.get_type_hints(RunConfig)
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -77,11 +76,10 @@ def unnamed_options(values: Mapping[str, Any], given: Collection[str]) -> list[O
 
 def _read_table(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        values = read_settings(path)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:  # what both readers raise, and text that is not UTF-8
+    except (ValueError, RecursionError) as error:
         kind = "JSON" if path.suffix == ".json" else "TOML"
         raise ConfigError(f"{path} is not valid {kind}: {error}") from None
     if not isinstance(values, dict):

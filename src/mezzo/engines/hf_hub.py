@@ -22,6 +22,8 @@ from mezzo.types import Family
 BUNDLED, MODELS = "mezzo/", resources.files("mezzo") / "bundled" / "models"
 # Files of which a tokenizer has one, whoever wrote it.
 VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab*", "*.model", "*.tiktoken")
+# Bytes of a JSON file; the largest are vocabularies.
+MAX_JSON = 2**28
 
 
 def bundled_models() -> tuple[str, ...]:
@@ -40,12 +42,22 @@ def locate(name: str) -> str:
             raise ModelError(
                 f"{name} is a folder without a config.json: a model folder as save_pretrained writes it is needed"
             )
+        _refuse_strange_files(Path(name))
         return name
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(
             f"no folder {name}: pass an existing model folder, a hub name, or one of {', '.join(bundled_models())}"
         )
     return _cached_folder(name) or name
+
+
+def _refuse_strange_files(folder: Path) -> None:
+    """The loaders of transformers would wait for a pipe for ever, and read a file of any size."""
+    for file in folder.iterdir():
+        if file.exists() and not file.is_file() and not file.is_dir():
+            raise ModelError(f"{file} is not a file; a model folder holds files only")
+        if file.suffix == ".json" and file.is_file() and file.stat().st_size > MAX_JSON:
+            raise ModelError(f"{file} has more than {MAX_JSON:,} bytes, which no model needs")
 
 
 def needs_hub(name: str) -> bool:

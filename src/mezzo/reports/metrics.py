@@ -14,6 +14,8 @@ from mezzo.evaluation.evaluate import Evaluation
 from mezzo.method.objectives import METRICS
 
 Event = Mapping[str, Any]
+# Most texts of a kind, and characters of a text, that a report has.
+MAX_TEXTS, MAX_CHARACTERS = 100, 2000
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -44,13 +46,13 @@ class Metrics:
         tested = {**self.result, "step": self.result.get("best_step", 0), "n": self.result.get("n_test")}
         self.final = _parse_evaluation(tested, "dev" if self.result.get("tested_on") == "dev" else "test")
         self.warnings = [
-            RunWarning(int(finite_number(e.get("step")) or 0), str(e.get("kind", "note")), str(e.get("text", "")))
-            for e in _all(events, "warning")
+            RunWarning(int(finite_number(e.get("step")) or 0), str(e.get("kind", "note")), _text(e))
+            for e in _all(events, "warning")[:MAX_TEXTS]
         ]
-        self.commands = [str(event.get("text", "")) for event in _all(events, "command")]
+        self.commands = [_text(event) for event in _all(events, "command")[:MAX_TEXTS]]
         # What ended the run; empty if nothing did, or if it was resumed since.
         ends = [event for event in events if event.get("event") in ("failed", "start", "result")]
-        self.failure = str(ends[-1].get("text", "")) if ends and ends[-1]["event"] == "failed" else ""
+        self.failure = _text(ends[-1]) if ends and ends[-1]["event"] == "failed" else ""
 
     @property
     def peak_memory(self) -> float | None:
@@ -86,6 +88,10 @@ def _parse_evaluation(event: Event, split: str) -> RecordedEvaluation | None:
     accuracy, loss, calibrated = (math.nan if figure is None else figure for figure in figures)
     metric = next((name for name in METRICS if name == event.get("metric")), "accuracy")
     return RecordedEvaluation(metric, value, (low, high), accuracy, loss, int(n or 0), calibrated, split, int(step))
+
+
+def _text(event: Event) -> str:
+    return str(event.get("text", ""))[:MAX_CHARACTERS]
 
 
 def _all(events: Sequence[Event], name: str) -> list[Event]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,17 @@ def open_journal(path: str | Path) -> Content:
     """The journal of a run folder, a journal.jsonl, or a compact journal; its header without credentials."""
     content = _read_any(Path(path))
     header = content.header
-    config, engine = (json.loads(without_credentials(json.dumps(part))) for part in (header.config, header.engine))
+    config, engine = _without_credentials(header.config), _without_credentials(header.engine)
     return dataclasses.replace(content, header=dataclasses.replace(header, config=config, engine=engine))
+
+
+def _without_credentials(value: Any) -> Any:
+    """A copy of settings: texts, and lists of texts."""
+    if isinstance(value, Mapping):
+        return {name: _without_credentials(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [without_credentials(inner) if isinstance(inner, str) else inner for inner in value]
+    return without_credentials(value) if isinstance(value, str) else value
 
 
 def _read_any(path: Path) -> Content:
@@ -36,6 +45,8 @@ def _read_any(path: Path) -> Content:
         return read(path)
     if not path.exists():
         raise JournalError(f"{path} does not exist; name a run folder or a journal here, and a model by --model")
+    if not path.is_file():
+        raise JournalError(f"{path} is neither a run folder nor a file")
     with explain_os_errors(path), path.open("rb") as file:
         compact = file.read(len(MAGIC)) == MAGIC
     return import_compact(path) if compact else read(path)
