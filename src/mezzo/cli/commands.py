@@ -129,12 +129,10 @@ def _watch(options: Namespace) -> Any:
     """Serve until Ctrl-C."""
     for run in options.runs:
         reports.read_run(run)  # a mistake is told here, not in the browser
-    with reports.make_server(options.runs, options.port) as server:
-        url = f"http://127.0.0.1:{server.server_port}/"
-        with contextlib.suppress(KeyboardInterrupt):
-            print(f"the report is at {url} (Ctrl-C ends it)", file=sys.stderr, flush=True)
-            server.serve_forever()
-    return {"url": url}
+    with reports.make_server(options.runs, options.port) as server, contextlib.suppress(KeyboardInterrupt):
+        print(f"the report is at {server.url} (Ctrl-C ends it)", file=sys.stderr, flush=True)
+        server.serve_forever()
+    return {"url": server.url}
 
 
 def tasks(options: Namespace) -> Any:
