@@ -19,7 +19,7 @@ from mezzo import api
 from mezzo.engines.torch.catalog import digest_of
 from mezzo.errors import ConfigError, JournalError, RunFailed
 from mezzo.journal.journal import read
-from tests.processes import kill_after, start_run, wait_for_lines
+from tests.processes import kill_after, patience, start_run, wait_for_lines
 
 STEPS = 400
 
@@ -118,7 +118,7 @@ def test_resume_after_ctrl_c_gives_same_digest(options, tmp_path):
     wait_for_lines(run / "journal.jsonl", 21)  # the header and 20 steps
     assert process.pid
     os.kill(process.pid, signal.SIGINT)
-    process.join(60)
+    process.join(patience(60))
     assert process.exitcode == 0
     content = read(run)
     assert 20 <= content.steps < STEPS

@@ -20,6 +20,7 @@ from mezzo.cli import main
 from mezzo.engines.hf_hub import locate, needs_hub
 from mezzo.journal.journal import NAME
 from tests.hostile.files import copy_run, read_json_lines, write_journal
+from tests.processes import patience
 
 # A module of this name in the current folder notes that it was used.
 FAKES = {
@@ -86,7 +87,7 @@ def run_online(hub: Hub, cache: Path, *arguments: str) -> subprocess.CompletedPr
     online = {name: value for name, value in os.environ.items() if name not in offline}
     online |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(cache)}
     command = [sys.executable, "-m", "mezzo", *arguments]
-    return subprocess.run(command, env=online, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=online, capture_output=True, text=True, timeout=patience(300))
 
 
 # ---- trackers and data sets

@@ -30,6 +30,7 @@ from tests.hostile.files import (
     replace_compact_header,
     write_journal,
 )
+from tests.processes import patience
 
 ROOT = Path(__file__).parents[2]
 
@@ -251,7 +252,9 @@ import mezzo.api, mezzo.journal.compact, mezzo.tasks
 pages = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (pages + {megabytes} * 2**20,) * 2)
 """
-    return subprocess.run([sys.executable, "-c", head + code, *arguments], capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", head + code, *arguments], capture_output=True, text=True, timeout=patience(120)
+    )
 
 
 def test_compact_journal_bomb_is_refused_within_memory(valid_run, tmp_path):

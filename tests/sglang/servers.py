@@ -13,6 +13,7 @@ import urllib.request
 from pathlib import Path
 
 from mezzo.engines.hf_hub import locate
+from tests.processes import patience
 
 BACKENDS = {"cpu": ("torch_native", "torch_native"), "cuda": ("triton", "triton")}
 """Attention and LoRA."""
@@ -89,7 +90,7 @@ class Server:
             )
 
     def ready(self, seconds: float = 300) -> Server:
-        end = time.monotonic() + seconds
+        end = time.monotonic() + patience(seconds)
         while time.monotonic() < end:
             if self.process.poll() is not None:
                 break
