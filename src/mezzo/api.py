@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mezzo import reports
 from mezzo.config import OPTIONS, RunConfig, from_file, from_mapping
 from mezzo.engines.base import Engine
 from mezzo.errors import ConfigError, DataError
-from mezzo.evaluation.evaluate import Evaluation
+from mezzo.evaluation.evaluate import Evaluation, refuse_nan
 from mezzo.journal.compact import export_compact
 from mezzo.replay.replay import Verified
 from mezzo.replay.replay import verify as verify_content
@@ -180,7 +182,9 @@ def evaluate(
     config = setup.config
     found = load_examples(source, setup.task, split=split, **datasets.reading_options(config, data is not None))
     try:
-        return setup.evaluate(engine, datasets.take_some(found, config.eval_limit))
+        detail = setup.evaluate_in_detail(engine, datasets.take_some(found, config.eval_limit))
+        refuse_nan(np.array(detail.evaluation.loss) if detail.scores is None else detail.scores)
+        return detail.evaluation
     finally:
         engine.close()
 

@@ -11,13 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from mezzo.engines.base import Engine
-from mezzo.errors import DataError
+from mezzo.errors import DataError, ModelError
 from mezzo.evaluation.rewards import Decode, exact_match, first_lines, text_f1
 from mezzo.method import noise
 from mezzo.method.objectives import METRICS, cross_entropy, log_sum_exp
 from mezzo.types import Batch, Probe, Prompt, Readout
 
 Z95 = 1.959964
+Labels = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -59,8 +60,9 @@ class DetailedEvaluation:
 
 
 def score_prompts(engine: Engine, prompts: Sequence[Prompt], readout: Readout) -> npt.NDArray[np.float64]:
-    """scores[B, C] of the unperturbed model."""
-    return engine.score(Batch(tuple(prompts), readout), [Probe()])[0].astype(np.float64)
+    """scores[B, C] of the unperturbed model; all NaN for an example that it has no answer to."""
+    scores = engine.score(Batch(tuple(prompts), readout), [Probe()])[0].astype(np.float64)
+    return np.where(np.isfinite(scores.max(axis=1, keepdims=True)), scores, np.nan)
 
 
 def evaluate(
@@ -78,7 +80,7 @@ def evaluate(
     if draws:
         drawn = [scores, *(score_prompts(engine, others, readout) for others in draws)]
         scores = np.mean([each - log_sum_exp(each) for each in drawn], axis=0)
-    right = scores.argmax(axis=1) == batch.labels
+    right = _wrong_where_nan(scores.argmax(axis=1), scores, batch.labels) == batch.labels
     return DetailedEvaluation(evaluate_scores(scores, batch, metric), tuple(right.tolist()), scores)
 
 
@@ -102,7 +104,8 @@ def evaluate_texts(
 
 def evaluate_scores(scores: npt.NDArray[np.float64], batch: Batch, metric: str) -> Evaluation:
     """Figures from scores[B, C]."""
-    labels, predicted, classes = batch.labels, scores.argmax(axis=1), scores.shape[1]
+    labels, classes = batch.labels, scores.shape[1]
+    predicted = _wrong_where_nan(scores.argmax(axis=1), scores, labels)
     loss = float(cross_entropy(scores[None].astype(np.float32), batch)[0])
     accuracy = METRICS["accuracy"](predicted, labels, classes)
     if metric == "accuracy":
@@ -110,8 +113,22 @@ def evaluate_scores(scores: npt.NDArray[np.float64], batch: Batch, metric: str) 
     else:
         interval = bootstrap_interval(predicted, labels, metric, classes)
     value = METRICS[metric](predicted, labels, classes)
-    calibrated = METRICS[metric](calibrated_predictions(scores), labels, classes)
+    calibrated = METRICS[metric](_wrong_where_nan(calibrated_predictions(scores), scores, labels), labels, classes)
     return Evaluation(metric, value, interval, accuracy, loss, len(labels), calibrated)
+
+
+def refuse_nan(scores: npt.NDArray[np.float64]) -> None:
+    """Raise ModelError where a model gives no answer; a run goes on after such an evaluation, which is its worst."""
+    if np.isnan(scores).any():
+        raise ModelError(
+            "the model gives scores that are not finite numbers: its weights are damaged, or a run has diverged "
+            "(choose another step with --at), or --dtype cannot hold its activations"
+        )
+
+
+def _wrong_where_nan(predicted: Labels, scores: npt.NDArray[np.float64], labels: Labels) -> Labels:
+    """Predictions, with another label than the right one where there is no score: NaN must not pass for label 0."""
+    return np.where(np.isnan(scores).any(axis=1), (labels + 1) % scores.shape[1], predicted)
 
 
 def probabilities(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

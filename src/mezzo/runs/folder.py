@@ -70,7 +70,7 @@ class Folder:
 
     def write_mistakes(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Store the mistakes of the tested checkpoint, one line per example."""
-        lines = [json.dumps({"step": step, **row}, ensure_ascii=False) + "\n" for row in rows]
+        lines = [json.dumps(json_safe({"step": step, **row}), ensure_ascii=False) + "\n" for row in rows]
         write_atomically(self.path / MISTAKES, "".join(lines).encode())
 
     def note(self, event: str, values: dict[str, Any]) -> None:

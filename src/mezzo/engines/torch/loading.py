@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from mezzo.engines.architectures import layer_count
 from mezzo.engines.hf_hub import fetched, load_config, quiet
@@ -65,7 +65,16 @@ def load_model(
     with quiet():
         model, report = fetched(name, load)
     _fill_missing(model, sorted(report["missing_keys"]), name, seed, fresh_head=bool(classes))
+    refuse_nonfinite(model.named_parameters(), name)
     return model.eval().requires_grad_(False)  # type: ignore[no-any-return]
+
+
+def refuse_nonfinite(tensors: Iterable[tuple[str, Tensor]], name: str) -> None:
+    """A value that no batch reads would pass unnoticed, and be trained, saved and exported with the rest."""
+    for key, tensor in tensors:
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            half = "; float16 holds none above 65504: use --dtype bfloat16" if tensor.dtype == torch.float16 else ""
+            raise ModelError(f"{name} cannot be used: {key} holds values that are not finite numbers{half}")
 
 
 def _check_size(folder: Path, auto: Any, name: str, config: Any) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.engines.torch.catalog import digest_of
+from mezzo.engines.torch.loading import refuse_nonfinite
 from mezzo.errors import ConfigError
 
 
@@ -47,7 +48,9 @@ def checkpoint_digest(name: str, kind: str) -> str:
     for file in sorted(_folder(name).glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for key in sorted(tensors.keys()):
-                total.update(digest_of([(key, tensors.get_tensor(key))]).encode())
+                stored = [(key, tensors.get_tensor(key))]
+                refuse_nonfinite(stored, name)  # quantised weights do not show it
+                total.update(digest_of(stored).encode())
     return total.hexdigest()
 
 
