@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from mezzo.engines.architectures import layer_count
 from mezzo.engines.hf_hub import fetched, load_config, quiet
-from mezzo.engines.torch.catalog import is_pooler
+from mezzo.engines.torch.catalog import is_pooler, refuse_nonfinite
+from mezzo.engines.torch.quantized import compute_in_float32
 from mezzo.errors import ConfigError, ModelError
 from mezzo.method import noise
 from mezzo.types import Family
@@ -66,15 +67,8 @@ def load_model(
         model, report = fetched(name, load)
     _fill_missing(model, sorted(report["missing_keys"]), name, seed, fresh_head=bool(classes))
     refuse_nonfinite(model.named_parameters(), name)
+    compute_in_float32(model)
     return model.eval().requires_grad_(False)  # type: ignore[no-any-return]
-
-
-def refuse_nonfinite(tensors: Iterable[tuple[str, Tensor]], name: str) -> None:
-    """A value that no batch reads would pass unnoticed, and be trained, saved and exported with the rest."""
-    for key, tensor in tensors:
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            half = "; float16 holds none above 65504: use --dtype bfloat16" if tensor.dtype == torch.float16 else ""
-            raise ModelError(f"{name} cannot be used: {key} holds values that are not finite numbers{half}")
 
 
 def _check_size(folder: Path, auto: Any, name: str, config: Any) -> None:
