@@ -229,6 +229,11 @@ class Session:
         self.folder.close()
         self.engine.close()
 
+    def __del__(self) -> None:
+        """A session that nobody closed keeps no files open, and no lock."""
+        self.journal.close()
+        self.folder.close()
+
 
 def _step_metrics(record: StepRecord, seconds: float) -> dict[str, Any]:
     line = {
