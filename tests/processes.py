@@ -7,6 +7,8 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +51,32 @@ def kill_after(process: Any, seconds: float) -> bool:
     return alive
 
 
-def wait_for_lines(path: Any, lines: int, seconds: float = 60) -> None:
+def wait_for_lines(path: Any, lines: int) -> None:
     """Wait until a file has at least that many lines."""
-    deadline = time.monotonic() + seconds
-    while not (path.exists() and path.read_bytes().count(b"\n") >= lines):
-        assert time.monotonic() < deadline, f"{path} did not grow to {lines} lines"
+    wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") >= lines, f"{path} has {lines} lines")
+
+
+def wait_until(condition: Callable[[], bool], name: str = "the condition holds", seconds: float = 120) -> None:
+    deadline = time.monotonic() + patience(seconds)
+    while not condition():
+        assert time.monotonic() < deadline, f"{patience(seconds):.0f} seconds passed before {name}"
         time.sleep(0.01)
+
+
+def patience(seconds: float) -> float:
+    """How long to wait on this machine for what an idle laptop does well within `seconds`."""
+    return seconds * max(_slowness(), os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+@cache
+def _slowness() -> float:
+    """By a loop that takes such a laptop 0.05 seconds."""
+    start = time.perf_counter()
+    sum(number * number for number in range(1_000_000))
+    return max(1.0, (time.perf_counter() - start) / 0.05)
+
+
+def reset_signals() -> None:
+    """In a child before it starts, as in a terminal: what a shell runs in the background, tests included, ignores Ctrl-C."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)

@@ -8,7 +8,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -18,6 +17,7 @@ from mezzo.bench import bench, contenders, published_step, shapes, timing
 from mezzo.bench.memory import TensorMemory
 from mezzo.cli import main
 from mezzo.method.space import Space
+from tests.processes import patience, reset_signals, wait_until
 
 TINY = shapes.roberta_shape(32, 2, 4, vocabulary=200)
 CPU = torch.device("cpu")
@@ -204,21 +204,13 @@ def test_results_are_shown_as_soon_as_each_case_is_done(monkeypatch, capsys):
 def test_bench_removes_its_folders_when_terminated(signal_number, code, tmp_path):
     command = [sys.executable, "-m", "mezzo", "bench", "--batch-size", "4", "--length", "400", "--rounds", "900"]
     environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    # As in a terminal: tests that run in the background may ignore Ctrl-C.
     with subprocess.Popen(
-        command, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, preexec_fn=_reset_signals
+        command, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, preexec_fn=reset_signals
     ) as process:
-        deadline = time.monotonic() + 120
-        while not list(tmp_path.glob("mezzo-bench-*/journal*")) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_until(lambda: bool(list(tmp_path.glob("mezzo-bench-*/journal*"))))
         process.send_signal(signal_number)
-        assert process.wait(60) == code
+        assert process.wait(patience(60)) == code
     assert not list(tmp_path.glob("mezzo-bench-*"))
-
-
-def _reset_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 def test_unwritable_standard_output_is_one_line():

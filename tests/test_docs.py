@@ -22,6 +22,7 @@ from mezzo.cli.parser import build_parser
 from mezzo.config import option_names
 from mezzo.engines.hf_hub import bundled_models
 from mezzo.runs import defaults
+from tests.processes import patience
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -79,7 +80,9 @@ def user_environment() -> dict[str, str]:
 
 def run(command: list[str], folder: Path, seconds: int = 600) -> tuple[int, str, str]:
     """Exit code and the ends of standard output and standard error."""
-    done = subprocess.run(command, cwd=folder, env=user_environment(), capture_output=True, text=True, timeout=seconds)
+    done = subprocess.run(
+        command, cwd=folder, env=user_environment(), capture_output=True, text=True, timeout=patience(seconds)
+    )
     return done.returncode, done.stdout[-4000:], done.stderr[-4000:]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import random
 import shutil
@@ -19,7 +20,7 @@ from mezzo import api
 from mezzo.engines.torch.catalog import digest_of
 from mezzo.errors import ConfigError, JournalError, RunFailed
 from mezzo.journal.journal import read
-from tests.processes import kill_after, start_run, wait_for_lines
+from tests.processes import kill_after, patience, start_run, wait_for_lines
 
 STEPS = 400
 
@@ -118,12 +119,23 @@ def test_resume_after_ctrl_c_gives_same_digest(options, tmp_path):
     wait_for_lines(run / "journal.jsonl", 21)  # the header and 20 steps
     assert process.pid
     os.kill(process.pid, signal.SIGINT)
-    process.join(60)
+    process.join(patience(60))
     assert process.exitcode == 0
     content = read(run)
     assert 20 <= content.steps < STEPS
     assert content.marks[content.steps], "an interrupted run still records its digest"
     assert api.finetune(**resume_options(run)).digest == uninterrupted.digest
+
+
+def test_session_that_is_dropped_keeps_no_files_open(options, tmp_path):
+    """It can then be resumed in the same process; a loop of such sessions would run out of descriptors."""
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(3):
+        session = api.open_session(**options, out=str(tmp_path / f"{number}"))
+        del session
+        gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert api.finetune(resume=str(tmp_path / "0"), steps=2).steps == 2
 
 
 def test_changed_base_model_is_refused(options, tmp_path, tiny_folder):

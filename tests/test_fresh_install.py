@@ -13,6 +13,7 @@ import pytest
 from safetensors import safe_open
 
 import mezzo
+from tests.processes import patience
 
 ROOT = Path(__file__).parents[1]
 MAX_WHEEL_BYTES = 30 * 2**20
@@ -39,14 +40,16 @@ def test_installed_wheel_trains_from_an_empty_folder(tmp_path):
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), str(source)]
-    subprocess.run(build, check=True, capture_output=True, timeout=300)
+    subprocess.run(build, check=True, capture_output=True, timeout=patience(300))
     (wheel,) = wheels.glob("*.whl")
     assert wheel.stat().st_size < MAX_WHEEL_BYTES
-    subprocess.run([*pip, "install", "--no-deps", "--target", str(installed), str(wheel)], check=True, timeout=300)
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--target", str(installed), str(wheel)], check=True, timeout=patience(300)
+    )
     train = ["-m", "mezzo", "train", "--json", "--steps", "20", "--eval-limit", "50", "--threads", "1"]
     environment = {**os.environ, "PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, *train], cwd=empty, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *train], cwd=empty, env=environment, capture_output=True, text=True, timeout=patience(300)
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

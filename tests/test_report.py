@@ -6,13 +6,17 @@ import http.client
 import json
 import math
 import os
+import re
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import quote
 from xml.etree import ElementTree
 
 import pytest
@@ -24,8 +28,9 @@ from mezzo.cli import main
 from mezzo.drawing import Chart, Series, render_svg
 from mezzo.drawing.svg import ticks
 from mezzo.errors import RunFailed
-from mezzo.reports import make_server, read_run
+from mezzo.reports import live, make_server, read_run
 from mezzo.reports.charts import comparison_charts, run_charts
+from tests.processes import patience, reset_signals, wait_until
 
 HOSTILE = "<script>window.hacked = 1</script>\"'><img src=x onerror='window.hacked = 1'>&<b>"
 WIDTHS = {"phone": 390, "desktop": 1280}
@@ -380,33 +385,88 @@ def test_live_page_follows_a_training_run(tiny_folder, tiny_data, browser, tmp_p
     with make_server([out]) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
-        url = f"http://127.0.0.1:{server.server_port}/"
-        page, problems = open_page(browser, url, 1280)
+        page, problems = open_page(browser, server.url, 1280)
         assert page.locator(".verdict strong").inner_text() == "running"
         assert "step 11 of 30" in page.locator(".verdict").inner_text()
         for _ in records:
             pass
         result = session.result()
-        page.locator(".verdict strong", has_text=result.verdict.split(":")[0]).wait_for(timeout=15000)
+        page.locator(".verdict strong", has_text=result.verdict.split(":")[0]).wait_for(timeout=1000 * patience(15))
         assert f"{result.steps} (finished)" in str(result)
         assert problems == []
         page.close()
-        answers = {}
-        for host, path in (("elsewhere.example", "/"), ("localhost", "/etc/passwd"), ("localhost", "/")):
-            connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
-            connection.request("GET", path, headers={"Host": f"{host}:{server.server_port}"})
-            answers[host, path] = connection.getresponse().status
-            connection.close()
-        assert list(answers.values()) == [403, 404, 200]
         server.shutdown()
         thread.join()
 
 
+@pytest.fixture
+def server(finished):
+    """The live page of a run that has finished."""
+    with make_server([finished]) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def ask(server, path: str, host: str = "localhost") -> int:
+    """The status of an answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
+    connection.request("GET", path, headers={"Host": f"{host}:{server.server_port}"})
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+def test_live_page_is_shown_to_those_who_have_its_address(server):
+    query = server.url.partition("?")[2]
+    assert ask(server, f"/?{query}") == 200
+    assert ask(server, f"/etc/passwd?{query}") == 404
+    assert ask(server, f"/?{query}", host="elsewhere.example") == 403
+    for path in ("/", "/?token=", f"/?{query}x", "/?token=%ff%ff", "/?token=é"):
+        assert ask(server, quote(path, safe="/?=%&")) == 403
+
+
+def test_idle_clients_of_the_live_page_are_few_and_dropped(server, monkeypatch):
+    monkeypatch.setattr(live, "MAX_SECONDS", 0.5)
+    before = threading.active_count()
+    idle = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(300)]
+    wait_until(lambda: all(hung_up(client) for client in idle[live.MAX_CLIENTS :]))
+    assert threading.active_count() <= before + live.MAX_CLIENTS
+    wait_until(lambda: all(hung_up(client) for client in idle))
+    wait_until(lambda: threading.active_count() <= before)
+    for client in idle:
+        client.close()
+    assert ask(server, "/?" + server.url.partition("?")[2]) == 200
+
+
+def hung_up(client: socket.socket) -> bool:
+    client.settimeout(0.01)
+    try:
+        return client.recv(1) == b""
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+def test_client_that_hangs_up_causes_no_output(server, capfd):
+    query = server.url.partition("?")[2]
+    for _ in range(20):
+        client = socket.create_connection(("127.0.0.1", server.server_port))
+        client.sendall(f"GET /?{query} HTTP/1.0\r\nHost: localhost:1\r\n\r\n".encode())
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close with a reset
+        client.close()
+    assert ask(server, f"/?{query}") == 200
+    assert capfd.readouterr() == ("", "")
+
+
 def test_watch_stops_on_ctrl_c(finished):
     command = [sys.executable, "-m", "mezzo", "report", str(finished), "--watch"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=reset_signals)
     assert process.stderr is not None
     line = process.stderr.readline()
-    assert line.startswith("the report is at http://127.0.0.1:")
+    assert re.match(r"the report is at http://127\.0\.0\.1:\d+/\?token=\S{20}", line)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 0
+    assert process.wait(patience(30)) == 0

@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from tests.conftest import SENTENCES
+from tests.processes import patience
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 TINY = [
@@ -38,7 +39,7 @@ TINY = [
 def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPTS / name), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=patience(300), env=environment)
 
 
 @pytest.mark.slow

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mezzo import reports
 from mezzo.config import OPTIONS, RunConfig, from_file, from_mapping
 from mezzo.engines.base import Engine
 from mezzo.errors import ConfigError, DataError
-from mezzo.evaluation.evaluate import Evaluation
+from mezzo.evaluation.evaluate import Evaluation, refuse_nan
 from mezzo.journal.compact import export_compact
 from mezzo.replay.replay import Verified
 from mezzo.replay.replay import verify as verify_content
 from mezzo.runs import datasets
-from mezzo.runs.build import RESUMABLE, Function, new_run, resume_run
+from mezzo.runs.build import CONTACTING, RESUMABLE, Function, new_run, resume_run
 from mezzo.runs.events import Observer
 from mezzo.runs.folder import Folder
 from mezzo.runs.model_card import model_card
@@ -97,8 +98,9 @@ def _is_path(value: Any) -> bool:
 
 
 def _refuse_changes(given: Mapping[str, Any], config: str | Path | None) -> None:
-    """A resumed run is the same run: only its limits and its machine may differ."""
-    refused = sorted(set(given) - {*RESUMABLE, "objective"}) + (["a config file"] if config else [])
+    """A resumed run is the same run: only its limits and its machine may differ. What contacts other machines is compared
+    with the journal."""
+    refused = sorted(set(given) - {*RESUMABLE, *CONTACTING, "objective"}) + (["a config file"] if config else [])
     if refused:
         raise ConfigError(
             f"a resumed run keeps its settings; {', '.join(refused)} cannot change (only {', '.join(RESUMABLE)} can)"
@@ -204,7 +206,9 @@ def evaluate(
     config = setup.config
     found, _ = datasets.load_labelled(source, setup.task, split, config, data is not None)
     try:
-        return setup.evaluate(engine, datasets.take_some(found, config.eval_limit))
+        detail = setup.evaluate_in_detail(engine, datasets.take_some(found, config.eval_limit))
+        refuse_nan(np.array(detail.evaluation.loss) if detail.scores is None else detail.scores)
+        return detail.evaluation
     finally:
         engine.close()
 
@@ -253,4 +257,4 @@ def records(path: str | Path) -> list[StepRecord]:
 
 def config_of(path: str | Path) -> dict[str, Any]:
     """The resolved configuration of a run folder."""
-    return dict(json.loads((Path(path) / "config.json").read_text()))
+    return Folder.open(path).read_config()

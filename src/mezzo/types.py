@@ -99,7 +99,8 @@ class Update:
 
     def __post_init__(self) -> None:
         for value in (self.keep, *(coef for _, coef in self.terms)):
-            assert value == float(np.float32(value)), f"{value!r} is not a float32 value"
+            if value != float(np.float32(value)):  # not an assertion: values of a journal come here too
+                raise ValueError(f"{value!r} is not a float32 value")
 
     @property
     def empty(self) -> bool:

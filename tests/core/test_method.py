@@ -75,10 +75,10 @@ def test_spsa_probes_come_in_pairs_and_give_slopes():
 
 def test_tables_and_options_of_the_same_name_do_not_collide(tmp_path):
     path = tmp_path / "c.toml"
-    path.write_text('model = "x"\n[task]\ntask = "rte"\nk = 3\n[space]\nrank = 2\n')
+    path.write_text('model = "./x"\n[task]\ntask = "rte"\nk = 3\n[space]\nrank = 2\n')
     merged = {**from_file(path), "task": "sst-2", "space": "lora"}
     config = from_mapping(merged)
-    assert (config.task, config.k, config.space, config.rank, config.model) == ("sst-2", 3, "lora", 2, "x")
+    assert (config.task, config.k, config.space, config.rank, config.model) == ("sst-2", 3, "lora", 2, "./x")
     with pytest.raises(ConfigError, match=r"unknown option 'space\.lr': lr belongs to the table \[method\]"):
         flatten({"space": {"lr": 1}})
 

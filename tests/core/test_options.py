@@ -73,6 +73,11 @@ def test_option_names_filters_by_metadata():
 
 
 UNSAFE: dict[str, tuple[Any, Any]] = {
+    "model": ("somebody/model", "mezzo/roberta-mini"),
+    "train": ("hub:somebody/data", "data.jsonl"),
+    "dev": ("hub:somebody/data", None),
+    "test": ("hub:somebody/data", None),
+    "track": (("tensorboard", "wandb"), ("tensorboard",)),
     "url": (("http://host",), ()),
     "remote_code": (True, False),
     "ray_address": ("host:6379", "auto"),

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from mezzo import api
+from mezzo.config.reading import TYPES
 from mezzo.errors import ConfigError, DataError, JournalError
 from mezzo.journal.compact import MAGIC, MAX_TERMS, export_compact
 from mezzo.journal.journal import NAME, read
@@ -30,6 +31,7 @@ from tests.hostile.files import (
     replace_compact_header,
     write_journal,
 )
+from tests.processes import patience
 
 ROOT = Path(__file__).parents[2]
 
@@ -251,7 +253,9 @@ import mezzo.api, mezzo.journal.compact, mezzo.tasks
 pages = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (pages + {megabytes} * 2**20,) * 2)
 """
-    return subprocess.run([sys.executable, "-c", head + code, *arguments], capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", head + code, *arguments], capture_output=True, text=True, timeout=patience(120)
+    )
 
 
 def test_compact_journal_bomb_is_refused_within_memory(valid_run, tmp_path):
@@ -358,9 +362,9 @@ def test_tensor_shapes_larger_than_the_file_are_refused(tiny_folder, tiny_data, 
     snapshots = Snapshots(workspace / "snapshots")
     snapshots.folder.mkdir()
     snapshots.path(3).write_bytes(path.read_bytes())
-    assert snapshots.load(3) is None
+    assert snapshots.load(3, []) is None
     snapshots.path(4).write_bytes(struct.pack("<Q", 2**62) + b"{}")
-    assert snapshots.load(4) is None
+    assert snapshots.load(4, []) is None
 
 
 @pytest.mark.parametrize(("key", "value"), [("samples", 10**9), ("rank", 10**9), ("prefix_tokens", 10**9)])
@@ -413,3 +417,51 @@ def test_lone_surrogate_in_data_is_refused_before_training(tiny_folder, expect_r
 def test_empty_option_values_are_refused(option, value, message, expect_refusal):
     """An unset shell variable must not silently train something else."""
     assert message in expect_refusal("train", option, value)
+
+
+# ---- half characters, which JSON can hold and no file can
+
+
+@pytest.mark.parametrize("name", ["name", "template", "words", "labels", "columns", "label_aliases", "sample"])
+def test_lone_surrogate_in_the_task_of_a_journal_is_refused(name, valid_run, expect_refusal, workspace):
+    run = copy_run(valid_run, workspace)
+    journal = read_json_lines(run / NAME)
+    task = journal[0]["task"]
+    values: dict[str, object] = {
+        "name": "sst\ud800",
+        "template": "{text} \ud800 [MASK].",
+        "words": ["terrible", "\ud800"],
+        "labels": ["negative", "\ud800"],
+        "columns": ["\ud800"],
+        "label_aliases": {"\ud800": "negative"},
+        "sample": {"text": "\ud800"},
+    }
+    journal[0]["task"] = {**task, name: values[name]}
+    write_journal(run / NAME, journal)
+    for command in (["verify"], ["train", "--steps", "6", "--resume"], ["export", "adapter"], ["eval"]):
+        words = ["export", str(run), "adapter"] if command[0] == "export" else [*command, str(run)]
+        assert "half a character" in expect_refusal(*words)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in TYPES.items() if "str" in str(kind)])
+def test_lone_surrogate_in_an_option_of_a_journal_never_crashes(name, valid_run, run_command, workspace):
+    run = copy_run(valid_run, workspace)
+    journal = read_json_lines(run / NAME)
+    value = journal[0]["config"].get(name)
+    journal[0]["config"][name] = ["\ud800=\ud800"] if isinstance(value, list) else "\ud800"
+    write_journal(run / NAME, journal)
+    (run / "config.json").unlink()
+    for command in (["verify"], ["train", "--steps", "5", "--resume"]):
+        code, stderr = run_command(*command, str(run))
+        assert code in (0, 2), stderr
+
+
+def test_checks_of_a_journal_do_not_depend_on_assertions(valid_run, workspace):
+    run = copy_run(valid_run, workspace)
+    journal = read_json_lines(run / NAME)
+    journal[2]["terms"][0][1] = 0.1  # which no float32 is
+    write_journal(run / NAME, journal)
+    for flags in ([], ["-O"]):
+        command = [sys.executable, *flags, "-m", "mezzo", "verify", str(run)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience(120))
+        assert (done.returncode, "line 3 is damaged" in done.stderr) == (2, True), done.stderr

@@ -71,7 +71,7 @@ class FaultyEngine:
 
 
 def _sleep(scores: Any) -> Any:
-    time.sleep(60)
+    time.sleep(600)
     return scores
 
 

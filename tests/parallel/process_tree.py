@@ -6,6 +6,8 @@ import os
 import time
 from pathlib import Path
 
+from tests.processes import patience
+
 
 def descendants(pid: int) -> list[int]:
     """All processes below one."""
@@ -45,8 +47,8 @@ def is_alive(pid: int) -> bool:
 
 
 def end_within(pids: list[int], seconds: float = 30) -> bool:
-    """Wait for processes to end; False if one is still alive after that time."""
-    deadline = time.monotonic() + seconds
+    """Wait for processes to end; False if one is still alive after that time, which is longer on a slow machine."""
+    deadline = time.monotonic() + patience(seconds)
     while time.monotonic() < deadline:
         if not any(is_alive(pid) for pid in pids):
             return True

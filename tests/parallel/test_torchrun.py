@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from mezzo import api
 from mezzo.errors import ConfigError, JournalError
 from mezzo.journal.journal import read
 from tests.parallel.process_tree import LOOPBACK, descendants, listening_addresses, torchrun_rank
-from tests.processes import wait_for_lines
+from tests.processes import patience, wait_for_lines, wait_until
 
 
 def torchrun_command(ranks: int, *more: str) -> list[str]:
@@ -36,7 +35,7 @@ def test_any_number_of_ranks_ends_with_the_digest_of_one_process(options, single
     spaces = ("lora", "full")
     plan.write_text(json.dumps([{**options, "space": space, "out": str(tmp_path / space)} for space in spaces]))
     command = [*torchrun_command(count), "-m", "tests.parallel.torchrun_runs", str(plan)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(300))
     assert done.returncode == 0, done.stderr[-3000:]
     runs = json.loads(plan.read_text())
     assert [run["digest"] for run in runs] == [single_process_digests[space] for space in spaces]
@@ -53,7 +52,7 @@ def test_rank_with_drifted_weights_or_nan_scores_is_rebuilt(options, single_proc
         runs.append({**options, **fault, "out": str(tmp_path / f"run-{kind}")})
     plan.write_text(json.dumps(runs))
     command = [*torchrun_command(2), "-m", "tests.parallel.torchrun_runs", str(plan)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(300))
     assert done.returncode == 0, done.stderr[-3000:]
     nan, drift = json.loads(plan.read_text())
     assert nan["digest"] == single_process_digests["lora"]
@@ -66,27 +65,27 @@ def test_rank_with_drifted_weights_or_nan_scores_is_rebuilt(options, single_proc
 def test_torchrun_restarts_recover_from_stopped_rank_and_killed_driver(options, tmp_path):
     long = {**options, "steps": 600, "eval_every": 200}
     expected = api.finetune(**long, out=str(tmp_path / "expected"))
-    run, log = tmp_path / "r", tmp_path / "log.txt"
+    run, log, seconds = tmp_path / "r", tmp_path / "log.txt", round(patience(5))
     train = [
         "-m",
         "mezzo",
         "train",
-        *to_arguments({**long, "out": run, "worker_timeout": 5, "check_workers": 50}),
+        *to_arguments({**long, "out": run, "worker_timeout": seconds, "check_workers": 50}),
         "--json",
     ]
     with log.open("w") as stderr, (tmp_path / "stdout").open("w") as stdout:
         process = subprocess.Popen([*torchrun_command(2, "--max-restarts", "3"), *train], stdout=stdout, stderr=stderr)
         try:
-            wait_for_lines(run / "journal.jsonl", 20, 120)
+            wait_for_lines(run / "journal.jsonl", 20)
             pids = {torchrun_rank(pid): pid for pid in descendants(process.pid)}
             assert set(listening_addresses([pids[0], pids[1]])) <= set(LOOPBACK), "ranks of one machine use loopback"
             os.kill(pids[1], signal.SIGSTOP)
-            wait_for_text(log, "a rank did not answer within 5 s")
+            wait_for_text(log, f"a rank did not answer within {seconds} s")
             os.kill(pids[1], signal.SIGCONT)
-            wait_for_lines(run / "journal.jsonl", read(run).steps + 20, 120)
+            wait_for_lines(run / "journal.jsonl", read(run).steps + 20)
             pids = {torchrun_rank(pid): pid for pid in descendants(process.pid)}
             os.kill(pids[0], signal.SIGKILL)
-            assert process.wait(200) == 0, log.read_text()[-3000:]
+            assert process.wait(patience(200)) == 0, log.read_text()[-3000:]
         finally:
             process.kill()
     lines = (tmp_path / "stdout").read_text().splitlines()
@@ -96,10 +95,7 @@ def test_torchrun_restarts_recover_from_stopped_rank_and_killed_driver(options, 
 
 
 def wait_for_text(path: Path, text: str) -> None:
-    deadline = time.monotonic() + 60
-    while text not in path.read_text():
-        assert time.monotonic() < deadline, path.read_text()[-2000:]
-        time.sleep(0.05)
+    wait_until(lambda: text in path.read_text(), f"{path} says {text!r}")
 
 
 def test_restart_resumes_its_own_run_and_no_other(options, tmp_path, monkeypatch):

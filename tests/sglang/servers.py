@@ -13,6 +13,7 @@ import urllib.request
 from pathlib import Path
 
 from mezzo.engines.hf_hub import locate
+from tests.processes import patience
 
 BACKENDS = {"cpu": ("torch_native", "torch_native"), "cuda": ("triton", "triton")}
 """Attention and LoRA."""
@@ -89,14 +90,16 @@ class Server:
             )
 
     def ready(self, seconds: float = 300) -> Server:
-        end = time.monotonic() + seconds
+        end = time.monotonic() + patience(seconds)
         while time.monotonic() < end:
             if self.process.poll() is not None:
                 break
             try:
                 with urllib.request.urlopen(self.url + "/server_info", timeout=5):
                     return self
-            except (OSError, urllib.error.URLError):
+            except (OSError, urllib.error.URLError) as error:
+                if getattr(error, "code", None) == 401:  # it wants a key
+                    return self
                 time.sleep(0.5)
         raise RuntimeError(f"the server did not start:\n{self.log.read_text()[-3000:]}")
 

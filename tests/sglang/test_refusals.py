@@ -184,10 +184,10 @@ def test_server_with_unsuitable_options_is_refused(shape, case):
 
 def test_server_with_suitable_options_is_accepted(shape):
     with http_server(json.dumps(OPTIONS).encode()) as url:
-        assert Replica(url, "m", shape, loader=LOADER).ranks == 1
+        assert Replica(url, "m", shape, loader=LOADER).info.ranks == 1
     changes = {"custom_weight_loader": [], "dtype": "auto"}
     with http_server(json.dumps({**OPTIONS, **changes}).encode()) as url:
-        assert Replica(url, "m", shape).ranks == 1, "LoRA changes no weight of the server"
+        assert Replica(url, "m", shape).info.ranks == 1, "LoRA changes no weight of the server"
 
 
 def test_another_program_on_the_port_is_refused(shape):

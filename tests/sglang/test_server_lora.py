@@ -29,10 +29,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
+    """Two servers, of which the second wants a key."""
     folder = tmp_path_factory.mktemp("servers")
-    started = [Server(MODEL, folder / f"{index}.log") for index in range(2)]
+    started = [Server(MODEL, folder / f"{i}.log", more=more) for i, more in enumerate([(), ("--api-key", "secret")])]
     try:
-        yield [server.ready() for server in started]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MEZZO_API_KEY", "secret")
+            yield [server.ready() for server in started]
     finally:
         for server in started:
             server.kill()

@@ -288,8 +288,8 @@ def test_damaged_or_unsuitable_prefix_is_refused(run, tmp_path, tiny_folder):
     broken = {
         "another model": {**tensors, name: tensors[name][:1]},
         "does not fit": {**tensors, "../../evil": tensors[name]},
-        "belongs to": {**tensors, name: tensors[name] * np.float32(np.inf)},
-        f"{name} does not": {**tensors, name: tensors[name].astype(np.int64)},
+        "not finite numbers": {**tensors, name: tensors[name] * np.float32(np.inf)},
+        f"{name} holds values": {**tensors, name: tensors[name].astype(np.int64)},
         "different length": {**tensors, name: np.repeat(tensors[name], 2, axis=1)},
     }
     for message, content in broken.items():

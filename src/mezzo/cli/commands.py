@@ -26,7 +26,9 @@ from mezzo.runs.folder import Folder
 from mezzo.signal import measure
 from mezzo.tasks import get_task, list_tasks
 from mezzo.tasks.proposal import one_line
+from mezzo.tasks.readers import MAX_LINE
 from mezzo.tasks.task_file import to_toml
+from mezzo.untrusted import printable
 
 
 def train(options: Namespace) -> Any:
@@ -91,10 +93,8 @@ def predict(options: Namespace) -> Any:
     is_table = options.data and Path(options.data).suffix.lower() not in ("", ".txt")
     rows = options.data if is_table else _read_lines(options.data)
     for row in api.predict(rows, options.run, at=options.at, **given_options(options)):
-        print(
-            json.dumps(json_safe(row), ensure_ascii=not shows_unicode(getattr(sys.stdout, "encoding", None))),
-            flush=True,
-        )
+        text = json.dumps(json_safe(row), ensure_ascii=not shows_unicode(getattr(sys.stdout, "encoding", None)))
+        print(printable(text), flush=True)
         count += 1
     return {"n": count}
 
@@ -150,12 +150,10 @@ def _watch(options: Namespace) -> Any:
     """Serve until Ctrl-C."""
     for run in options.runs:
         reports.read_run(run)  # a mistake is told here, not in the browser
-    with reports.make_server(options.runs, options.port) as server:
-        url = f"http://127.0.0.1:{server.server_port}/"
-        with contextlib.suppress(KeyboardInterrupt):
-            print(f"the report is at {url} (Ctrl-C ends it)", file=sys.stderr, flush=True)
-            server.serve_forever()
-    return {"url": url}
+    with reports.make_server(options.runs, options.port) as server, contextlib.suppress(KeyboardInterrupt):
+        say(f"the report is at {server.url} (Ctrl-C ends it)", sys.stderr)
+        server.serve_forever()
+    return {"url": server.url}
 
 
 def tasks(options: Namespace) -> Any:
@@ -233,7 +231,7 @@ def bench(options: Namespace) -> Any:
             options.spread,
             options.rounds,
             options.sweep,
-            log=lambda text: print(text, file=sys.stderr, flush=True),
+            log=lambda text: say(text, sys.stderr),
             show=lambda table: _show(options, f"{table}\n"),
             published=not options.no_published,
         )
@@ -281,7 +279,9 @@ def _read_lines(path: str | None) -> Iterator[Any]:
     try:
         with open(path, encoding="utf-8") if path else sys.stdin as file:
             as_json = None
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), ""), 1):
+                if len(line) > MAX_LINE:
+                    raise DataError(f"{name}, line {number}: longer than {MAX_LINE:,} characters; is this text?")
                 if not (line := line.strip()):
                     continue
                 as_json = line.startswith("{") if as_json is None else as_json
@@ -295,7 +295,7 @@ def _read_lines(path: str | None) -> Iterator[Any]:
 def _parse_json(line: str, name: str, number: int) -> Any:
     try:
         return json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{name}, line {number}: not valid JSON ({error})") from None
 
 
@@ -304,6 +304,7 @@ def _toml(config: dict[str, dict[str, Any]]) -> str:
     lines = []
     for group, values in config.items():
         lines.append(f"[{group}]")
-        lines += [f"# {key} =" if value is None else f"{key} = {json.dumps(value)}" for key, value in values.items()]
+        texts = {key: json.dumps(value, ensure_ascii=False) for key, value in values.items()}
+        lines += [f"# {key} =" if values[key] is None else f"{key} = {text}" for key, text in texts.items()]
         lines.append("")
-    return "\n".join(lines)
+    return printable("\n".join(lines))

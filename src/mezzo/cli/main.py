@@ -14,6 +14,7 @@ from typing import Any
 from mezzo.cli.parser import build_parser
 from mezzo.errors import MezzoError, MezzoWarning, is_out_of_memory
 from mezzo.journal.atomic_files import json_safe
+from mezzo.untrusted import printable, without_credentials
 
 # Load per core from which on a machine counts as busy.
 BUSY_LOAD = 0.75
@@ -41,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MezzoError as error:
         _print_error(str(error))
         return error.exit_code
+    except RecursionError:
+        _print_error("a file is nested too deeply to be one of mezzo's")
+        return 2
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -69,7 +73,7 @@ def _show_warnings() -> Iterator[None]:
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> None:
             if issubclass(category, MezzoWarning):
-                print(f"warning: {message}", file=sys.stderr, flush=True)
+                _print_line(f"warning: {message}")
             else:
                 show_other(message, category, *where, **line)
 
@@ -79,7 +83,11 @@ def _show_warnings() -> Iterator[None]:
 
 
 def _print_error(message: str) -> None:
-    print(f"mezzo: {' '.join(message.split())}", file=sys.stderr)
+    _print_line(f"mezzo: {' '.join(message.split())}")
+
+
+def _print_line(text: str) -> None:
+    print(printable(without_credentials(text)), file=sys.stderr, flush=True)
 
 
 def _discard_output() -> None:

@@ -13,6 +13,7 @@ from mezzo.config import OPTIONS, option_names
 from mezzo.config.hints import similar_options
 from mezzo.config.option import Option
 from mezzo.errors import nearest
+from mezzo.untrusted import without_credentials
 
 GROUPS = {
     "model": "model and engine",
@@ -192,7 +193,7 @@ class Parser(argparse.ArgumentParser):
             word = message.split("invalid choice: ")[1].split(" (")[0].strip("'")
             choices = message.split("choose from ")[1].rstrip(")").replace("'", "").split(", ")
             message = f"{word!r} is not one of {', '.join(choices)}{nearest(word, choices)}"
-        self.exit(2, f"mezzo: {message} ('{self.prog} --help' explains)\n")
+        self.exit(2, without_credentials(f"mezzo: {message} ('{self.prog} --help' explains)\n"))
 
 
 def build_parser() -> Parser:

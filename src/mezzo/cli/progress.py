@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from mezzo.drawing.text import fit_encoding
 from mezzo.runs.progress import RunProgress
+from mezzo.untrusted import printable, without_credentials
 
 Observer = Callable[[str, dict[str, Any]], None]
 EVENT_LINES = {
@@ -36,10 +37,15 @@ ANNOUNCED_EXAMPLES = 100_000
 QUIET_SECONDS = 60.0
 
 
-def say(text: str, file: TextIO | None = None) -> None:
-    """Print for people, in characters that the output can show."""
+def say(text: str, file: TextIO | None = None, colour: int | None = None) -> None:
+    """Print for people: no passwords, nothing that a terminal obeys, only characters that the output can show."""
     file = file or sys.stdout
-    print(fit_encoding(text, getattr(file, "encoding", None)), file=file, flush=True)
+    shown = fit_encoding(_harmless(text), getattr(file, "encoding", None))
+    print(shown if colour is None else f"\x1b[{colour}m{shown}\x1b[0m", file=file, flush=True)
+
+
+def _harmless(text: str) -> str:
+    return printable(without_credentials(text))
 
 
 def show_progress(plain: bool = False) -> contextlib.AbstractContextManager[Observer]:
@@ -56,13 +62,13 @@ def is_capable_terminal(file: TextIO) -> bool:
 def event_line(event: str, values: dict[str, Any]) -> str:
     """One plain line about an event; empty for those that are not shown."""
     if event == "start":
-        return _start_line(values)
+        return _harmless(_start_line(values))
     if event == "zero-shot":
         calibrated = "" if values["calibrated"] is None else f", calibrated {values['calibrated']:.1%}"
         return f"zero-shot {values['metric']} {values['value']:.1%}{calibrated} (n={values['n']})"
     if event == "encoding" and values["examples"] < ANNOUNCED_EXAMPLES:
         return ""
-    return EVENT_LINES.get(event, "").format(**values)
+    return _harmless(EVENT_LINES.get(event, "").format(**values))
 
 
 def _start_line(values: dict[str, Any]) -> str:

@@ -23,11 +23,13 @@ NAMES, LABEL = 23, 18
 def show_summary(run: Run) -> None:
     """Everything about a finished run, on standard output."""
     width = max(40, min(120, shutil.get_terminal_size().columns))
-    sections = [_table(run, width), _curve(run, width), _classes(run, width), _examples(run, width), _commands(run)]
-    say("\n\n".join("\n".join(lines) for section in sections if (lines := list(section))))
+    _show_table(run, width)
+    for section in (_curve(run, width), _classes(run, width), _examples(run, width), _commands(run)):
+        if lines := list(section):
+            say("\n".join(["", *lines]))
 
 
-def _table(run: Run, width: int) -> Iterator[str]:
+def _show_table(run: Run, width: int) -> None:
     """The figures; a terminal gets a coloured verdict, wrapped."""
     terminal = is_capable_terminal(sys.stdout)
     coloured = terminal and not os.environ.get("NO_COLOR")
@@ -36,7 +38,7 @@ def _table(run: Run, width: int) -> Iterator[str]:
             textwrap.wrap(value, width - NAMES, break_long_words=False, break_on_hyphens=False) if terminal else [value]
         )
         text = f"{name:<{NAMES - 1}} " + f"\n{'':<{NAMES}}".join(lines or [""])
-        yield f"\x1b[{COLOURS[parse_verdict(value).tone]}m{text}\x1b[0m" if name == "verdict" and coloured else text
+        say(text, colour=COLOURS[parse_verdict(value).tone] if name == "verdict" and coloured else None)
 
 
 def _curve(run: Run, width: int) -> Iterator[str]:

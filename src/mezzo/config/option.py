@@ -44,7 +44,10 @@ class Option:
     per_model: bool = False
     """The `mezzo.json` of a model may set it."""
     contacts: Callable[[Any], bool] | None = None
-    """Whether a value sends prompts and weights over the network, or lets a cluster run code on this machine."""
+    """Whether a value makes the run contact other machines: it sends prompts, weights or figures there, asks there for a
+    model or data, or lets a cluster run code here."""
+    address: bool = False
+    """A network address. It is stored with the run, so it must not hold credentials."""
     runs_code: Callable[[Any], bool] | None = None
     """Whether a value runs code that does not come with this package."""
     placeholder: str = ""
@@ -78,6 +81,11 @@ class Option:
             raise ConfigError(f"{self.name} must be at least {self.at_least}, not {value}")
         if self.at_most is not None and value > self.at_most:
             raise ConfigError(f"{self.name} must be at most {self.at_most}, not {value}")
+        if self.address and any(sign in str(value) for sign in "@?#"):
+            raise ConfigError(
+                f"{self.flag} holds more than an address: a password or key would be stored with the run. "
+                "Leave it out; an API key is read from the environment variable MEZZO_API_KEY"
+            )
         if self.pairs:
             self.split_pairs(value)
         if self.choices and not self.open_choices:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 import types
 import typing
 from collections.abc import Collection, Mapping
@@ -11,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.config.hints import similar_options
+from mezzo.config.option import Option
 from mezzo.config.run_config import OPTIONS, RunConfig
 from mezzo.engines.registry import ENGINES
 from mezzo.errors import ConfigError
+from mezzo.untrusted import read_settings
 
 TYPES: dict[str, Any] = typing.get_type_hints(RunConfig)
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -60,7 +60,7 @@ def from_file(path: Path, given: Collection[str] = ()) -> dict[str, Any]:
     if path.suffix == ".json":
         values = {name: value for name, value in values.items() if value is not None and name != "out"}
     flat = {name: value for name, value in flatten(values).items() if name not in given}
-    for option in (OPTIONS[name] for name, value in flat.items() if OPTIONS[name].unsafe(value)):
+    for option in unnamed_options(flat, given):
         raise ConfigError(
             f"{path}: {option.name} is not taken from a file, which may come from a stranger: "
             f"give {f'{option.flag} {option.placeholder}'.strip()} beside it if you trust it"
@@ -68,13 +68,18 @@ def from_file(path: Path, given: Collection[str] = ()) -> dict[str, Any]:
     return flat
 
 
+def unnamed_options(values: Mapping[str, Any], given: Collection[str]) -> list[Option]:
+    """The options that only the user may set to these values, which run code or contact other machines, and did not."""
+    known = {name: value for name, value in values.items() if name in OPTIONS and name not in given}
+    return [OPTIONS[name] for name, value in known.items() if OPTIONS[name].unsafe(convert(name, value))]
+
+
 def _read_table(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        values = read_settings(path)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:  # what both readers raise, and text that is not UTF-8
+    except (ValueError, RecursionError) as error:
         kind = "JSON" if path.suffix == ".json" else "TOML"
         raise ConfigError(f"{path} is not valid {kind}: {error}") from None
     if not isinstance(values, dict):

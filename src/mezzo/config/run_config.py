@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from mezzo.config.option import Option, option
+from mezzo.engines.hf_hub import needs_hub
 
 # The commands that use a model without training it.
 USE = ("eval", "predict", "signal")
 LARGEST_SEED = 2**63 - 1
+# Data of the hub, which must be asked for it.
+HUB_DATA: dict[str, Any] = {"contacts": lambda source: str(source).startswith("hub:"), "placeholder": "DATA"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +26,8 @@ class RunConfig:
 
     # fmt: off
     model: str = option("model", "mezzo/roberta-mini", "bundled name, local folder or hub name",
-        commands=(*USE, "tasks"), reopen="machine", aliases=("model_path", "model_name_or_path"))
+        contacts=needs_hub, placeholder="NAME", commands=(*USE, "tasks"), reopen="machine",
+        aliases=("model_path", "model_name_or_path"))
     engine: str = option("model", "torch", "what runs the model: torch, sglang",
         choices="mezzo.engines.registry:ENGINES", commands=USE, reopen="machine")
     device: str = option("model", "auto", "cpu, cuda, or auto: a GPU if there is one",
@@ -44,7 +48,7 @@ class RunConfig:
     tp: int = option("model", 1, "ranks that SGLang splits the model over (tensor parallelism)",
         at_least=1, at_most=1024, commands=USE, resumable=True, reopen="machine")
     url: tuple[str, ...] = option("model", (), "SGLang servers to use instead of starting one; several share each batch",
-        contacts=bool, placeholder="ADDRESS", commands=USE, resumable=True, reopen="machine")
+        contacts=bool, address=True, placeholder="ADDRESS", commands=USE, resumable=True, reopen="machine")
     remote_code: bool = option("model", False, "allow code that comes with a hub model to run",
         runs_code=bool, commands=(*USE, "tasks"), resumable=True, reopen="machine")
 
@@ -52,7 +56,8 @@ class RunConfig:
         at_least=1, resumable=True)
     ray_address: str | None = option("workers", None,
         "let Ray run the workers: an address, auto, or local for a Ray of its own",
-        contacts=lambda address: bool(address) and address not in ("local", "auto"), placeholder="ADDRESS", resumable=True)
+        contacts=lambda address: bool(address) and address not in ("local", "auto"),
+        address=True, placeholder="ADDRESS", resumable=True)
     worker_timeout: float | None = option("workers", None,
         "seconds after which a silent worker is replaced [by measured times]", positive=True, resumable=True)
     check_workers: int = option("workers", 100, "steps between comparisons of the workers' weights and scores; 0 never",
@@ -64,12 +69,12 @@ class RunConfig:
         "task name or TOML file; see 'mezzo tasks' [proposed for --train; questions for the bundled data]",
         commands=USE, reopen="question", aliases=("task_name",))
     train: str | None = option("task", None, "training data: jsonl, json, csv, tsv, txt, parquet, or a k-shot folder",
-        commands=("eval", "signal"), reopen="question", aliases=("train_file", "train_dataset"))
+        **HUB_DATA, commands=("eval", "signal"), reopen="question", aliases=("train_file", "train_dataset"))
     dev: str | None = option("task", None,
         "data that chooses the best checkpoint [that of the train folder, or a part of train is held out]",
-        aliases=("dev_file", "validation_file"))
+        **HUB_DATA, aliases=("dev_file", "validation_file"))
     test: str | None = option("task", None, "data for the reported accuracy [that of a k-shot folder, or dev]",
-        aliases=("test_file", "eval_dataset"))
+        **HUB_DATA, aliases=("test_file", "eval_dataset"))
     k: int | None = option("task", None, "train on k examples per label, and hold out k more per label as dev",
         at_least=1, commands=("eval", "signal"), reopen="question", aliases=("num_k",))
     data_seed: int | None = option("task", None, "seed of the k-shot sample [the run's seed] and of what is held out [0]",
@@ -166,6 +171,7 @@ class RunConfig:
     snapshot_minutes: float = option("run", 5.0, "minutes between snapshots, which make resuming faster",
         at_least=0, resumable=True)
     track: tuple[str, ...] = option("run", (), "also log to tensorboard, wandb or trackio, where installed",
+        contacts=lambda names: any(name != "tensorboard" for name in names), placeholder="NAMES",
         choices=("tensorboard", "wandb", "trackio"), resumable=True, aliases=("report_to",))
     # fmt: on
 

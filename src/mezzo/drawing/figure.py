@@ -19,6 +19,7 @@ def make_figure(chart: Chart) -> Any:
     """A matplotlib Figure of the chart."""
     if not has_matplotlib():
         raise ConfigError("plots need matplotlib: pip install 'mezzo[plots]'")
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     class ShownFigure(Figure):
@@ -28,7 +29,8 @@ def make_figure(chart: Chart) -> Any:
             return _to_png(self)
 
     figure = ShownFigure(figsize=(6, 3.6), layout="constrained")
-    draw_chart(figure.subplots(), chart)
+    with rc_context({"text.parse_math": False}):  # a run's name may hold a dollar sign
+        draw_chart(figure.subplots(), chart)
     return figure
 
 

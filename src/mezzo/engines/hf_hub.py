@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ from mezzo.types import Family
 BUNDLED, MODELS = "mezzo/", resources.files("mezzo") / "bundled" / "models"
 # Files of which a tokenizer has one, whoever wrote it.
 VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab*", "*.model", "*.tiktoken")
+# Bytes of a JSON file; the largest are vocabularies.
+MAX_JSON = 2**28
 
 
 def bundled_models() -> tuple[str, ...]:
@@ -28,7 +31,7 @@ def bundled_models() -> tuple[str, ...]:
 
 
 def locate(name: str) -> str:
-    """The folder of a bundled or local model; a hub name as it is."""
+    """The folder of a model that is bundled, local or in the hub's cache; another hub name as it is."""
     if name.startswith(BUNDLED):
         if name not in bundled_models():
             known = ", ".join(bundled_models())
@@ -39,12 +42,49 @@ def locate(name: str) -> str:
             raise ModelError(
                 f"{name} is a folder without a config.json: a model folder as save_pretrained writes it is needed"
             )
+        _refuse_strange_files(Path(name))
         return name
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(
             f"no folder {name}: pass an existing model folder, a hub name, or one of {', '.join(bundled_models())}"
         )
-    return name
+    return _cached_folder(name) or name
+
+
+def _refuse_strange_files(folder: Path) -> None:
+    """The loaders of transformers would wait for a pipe for ever, and read a file of any size."""
+    for file in folder.iterdir():
+        if file.exists() and not file.is_file() and not file.is_dir():
+            raise ModelError(f"{file} is not a file; a model folder holds files only")
+        if file.suffix == ".json" and file.is_file() and file.stat().st_size > MAX_JSON:
+            raise ModelError(f"{file} has more than {MAX_JSON:,} bytes, which no model needs")
+
+
+def needs_hub(name: str) -> bool:
+    """Whether this is the hub name of a model that is not on this machine yet."""
+    try:
+        return not os.path.isdir(locate(name))
+    except ModelError:
+        return False  # it is refused as it is
+
+
+def _cached_folder(name: str) -> str | None:
+    """Where the hub's cache has a complete model: the hub need not know that it is used."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        config = try_to_load_from_cache(name, "config.json")
+        folder = Path(config if isinstance(config, str) else os.devnull).parent
+        index = folder / "model.safetensors.index.json"
+        parts = json.loads(index.read_text())["weight_map"].values() if index.is_file() else ["model.safetensors"]
+        complete = all((folder / part).is_file() for part in parts) and _has_tokenizer(folder)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # not a hub name, or a damaged cache
+        return None
+    return str(folder) if complete else None
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in VOCABULARIES)
 
 
 def load_config(name: str, remote_code: bool = False) -> Any:
@@ -60,7 +100,7 @@ def load_tokenizer(name: str, remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     def tried(path: str, **how: Any) -> Any:
-        bare = os.path.isdir(path) and not any(any(Path(path).glob(pattern)) for pattern in VOCABULARIES)
+        bare = os.path.isdir(path) and not _has_tokenizer(Path(path))
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=remote_code, **how)
             tokenizer.decode(tokenizer("A text.")["input_ids"])  # broken settings show only when it is used

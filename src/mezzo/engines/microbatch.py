@@ -51,12 +51,14 @@ def empty_scores(batch: Batch, probes: int) -> Scores:
 
 
 def check_state(trained: Sequence[TrainedTensor], tensors: Mapping[str, Any]) -> None:
-    """Refuse tensors of another run: their names and shapes must be those of the trained ones."""
+    """Refuse tensors of another run, whose names and shapes are not those of the trained ones, and damaged ones."""
     if set(tensors) != {t.name for t in trained}:
         raise JournalError("the tensors do not belong to this run: their names differ")
     for t in trained:
         if tuple(tensors[t.name].shape) != t.shape:
             raise JournalError(f"{t.name} has shape {tensors[t.name].shape}, expected {t.shape}")
+        if not np.isfinite(tensors[t.name]).all():
+            raise JournalError(f"{t.name} holds values that are not finite numbers")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from mezzo.engines.base import Engine
-from mezzo.errors import DataError
+from mezzo.errors import DataError, ModelError
 from mezzo.evaluation.rewards import Decode, exact_match, first_lines, text_f1
 from mezzo.method import noise
 from mezzo.method.objectives import METRICS, cross_entropy, log_sum_exp
 from mezzo.types import Batch, Probe, Prompt, Readout
 
 Z95 = 1.959964
+Labels = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -61,8 +62,9 @@ class DetailedEvaluation:
 
 
 def score_prompts(engine: Engine, prompts: Sequence[Prompt], readout: Readout) -> npt.NDArray[np.float64]:
-    """scores[B, C] of the unperturbed model."""
-    return engine.score(Batch(tuple(prompts), readout), [Probe()])[0].astype(np.float64)
+    """scores[B, C] of the unperturbed model; all NaN for an example that it has no answer to."""
+    scores = engine.score(Batch(tuple(prompts), readout), [Probe()])[0].astype(np.float64)
+    return np.where(np.isfinite(scores.max(axis=1, keepdims=True)), scores, np.nan)
 
 
 def evaluate(
@@ -81,8 +83,8 @@ def evaluate(
     if draws:
         drawn = [scores, *(score_prompts(engine, others, readout) for others in draws)]
         scores = np.mean([each - log_sum_exp(each) for each in drawn], axis=0)
-    predicted = scores.argmax(axis=1)
-    right = predicted == right_labels(predicted, batch)
+    predicted, labels = compare_answers(scores.argmax(axis=1), scores, batch)
+    right = predicted == labels
     return DetailedEvaluation(evaluate_scores(scores, batch, metric, calibrate), tuple(right.tolist()), scores)
 
 
@@ -106,8 +108,8 @@ def evaluate_texts(
 
 def evaluate_scores(scores: npt.NDArray[np.float64], batch: Batch, metric: str, calibrate: bool = True) -> Evaluation:
     """Figures from scores[B, C]."""
-    predicted, classes = scores.argmax(axis=1), scores.shape[1]
-    labels = right_labels(predicted, batch)
+    classes = scores.shape[1]
+    predicted, labels = compare_answers(scores.argmax(axis=1), scores, batch)
     loss = float(cross_entropy(scores[None].astype(np.float32), batch)[0])
     accuracy = METRICS["accuracy"](predicted, labels, classes)
     if metric == "accuracy":
@@ -115,15 +117,31 @@ def evaluate_scores(scores: npt.NDArray[np.float64], batch: Batch, metric: str, 
     else:
         interval = bootstrap_interval(predicted, labels, metric, classes)
     value = METRICS[metric](predicted, labels, classes)
-    unbiased = calibrated_predictions(scores) if calibrate else None
-    calibrated = None if unbiased is None else METRICS[metric](unbiased, right_labels(unbiased, batch), classes)
+    calibrated = None
+    if calibrate:
+        calibrated = METRICS[metric](*compare_answers(calibrated_predictions(scores), scores, batch), classes)
     return Evaluation(metric, value, interval, accuracy, loss, len(labels), calibrated)
 
 
-def right_labels(predicted: npt.NDArray[np.int64], batch: Batch) -> npt.NDArray[np.int64]:
-    """What predictions are compared with: the label, or of several right candidates the one that was predicted."""
+def refuse_nan(scores: npt.NDArray[np.float64]) -> None:
+    """Raise ModelError where a model gives no answer; a run goes on after such an evaluation, which is its worst."""
+    if np.isnan(scores).any():
+        raise ModelError(
+            "the model gives scores that are not finite numbers: its weights are damaged, or a run has diverged "
+            "(choose another step with --at), or --dtype cannot hold its activations"
+        )
+
+
+def compare_answers(predicted: Labels, scores: npt.NDArray[np.float64], batch: Batch) -> tuple[Labels, Labels]:
+    """Predictions and what they are compared with: the label, or of several right candidates the one that was predicted."""
     pairs = zip(predicted.tolist(), batch.prompts, strict=True)
-    return np.array([index if index in prompt.right else prompt.label for index, prompt in pairs], dtype=np.int64)
+    labels = np.array([index if index in prompt.right else prompt.label for index, prompt in pairs], dtype=np.int64)
+    return wrong_where_nan(predicted, scores, labels), labels
+
+
+def wrong_where_nan(predicted: Labels, scores: npt.NDArray[np.float64], labels: Labels) -> Labels:
+    """Predictions, with another label than the right one where there is no score: NaN must not pass for label 0."""
+    return np.where(np.isnan(scores).any(axis=1), (labels + 1) % scores.shape[1], predicted)
 
 
 def probabilities(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -114,9 +114,9 @@ def negative_metric(metric: Metric) -> ObjectiveFunction:
     """A metric of predictions as an objective: its negative, per probe."""
 
     def function(scores: Scores, batch: Batch) -> Losses:
-        return np.array(
-            [-metric(member.argmax(axis=1), batch.labels, scores.shape[2]) for member in scores], dtype=np.float64
-        )
+        values = [-metric(member.argmax(axis=1), batch.labels, scores.shape[2]) for member in scores]
+        usable = np.isfinite(scores.max(axis=2)).all(axis=1)  # the argmax of NaN is label 0
+        return np.where(usable, np.array(values, dtype=np.float64), np.nan)
 
     return function
 

@@ -65,10 +65,10 @@ def _from_snapshot(engine: Engine, at: int, marks: Mapping[int, str], snapshots:
 def load_snapshot(engine: Engine, step: int, marks: Mapping[int, str], snapshots: Snapshots) -> bool:
     """Load the snapshot of a step. False where it is missing, broken, or not what the journal recorded at that step: its own
     digest is not enough, and the engine's weights are then undefined."""
-    if step not in marks or (found := snapshots.load(step)) is None:
+    if step not in marks or (found := snapshots.load(step, engine.trained)) is None:
         return False
     try:
-        engine.load_state(found[0])
+        engine.load_state(found)
     except JournalError:
         return False
     return engine.digest() == marks[step]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +13,11 @@ import numpy.typing as npt
 
 from mezzo.errors import JournalError
 from mezzo.journal.atomic_files import write_atomically
+from mezzo.types import TrainedTensor
 
 NAME = re.compile(r"step-(\d{9})\.safetensors$")
+# Bytes of a safetensors file besides the values: names and shapes.
+MAX_HEADER = 2**24
 Tensors = dict[str, npt.NDArray[np.generic]]
 
 
@@ -32,14 +37,16 @@ class Snapshots:
             if other != step and other not in keep:
                 self.path(other).unlink(missing_ok=True)
 
-    def load(self, step: int) -> tuple[Tensors, str] | None:
-        """Tensors and the digest they were saved with; None when the file is missing or broken."""
+    def load(self, step: int, trained: Sequence[TrainedTensor]) -> Tensors | None:
+        """The tensors; None when the file is missing or broken, or too large to hold these: it is then not opened."""
         from safetensors import SafetensorError, safe_open
 
+        largest = 4 * sum(math.prod(t.shape) for t in trained) + MAX_HEADER
         try:
+            if self.path(step).stat().st_size > largest:
+                return None
             with safe_open(self.path(step), framework="numpy") as file:
-                metadata = file.metadata() or {}
-                return {name: file.get_tensor(name) for name in file.keys()}, metadata.get("digest", "")  # noqa: SIM118
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError, ValueError, KeyError, JournalError):
             return None
 

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mezzo.evaluation.evaluate import Evaluation
+from mezzo.method.objectives import METRICS
 
 Event = Mapping[str, Any]
+# Most texts of a kind, and characters of a text, that a report has.
+MAX_TEXTS, MAX_CHARACTERS = 100, 2000
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -43,17 +46,17 @@ class Metrics:
         self.zero_shot = next(iter(_parse_evaluations(events, "zero-shot", "test")), None)
         # The tested checkpoint of a finished run. Some keys of its event differ.
         tested = {**self.result, "step": self.result.get("best_step", 0), "n": self.result.get("n_test")}
-        self.final = _parse_evaluation(tested, str(self.result.get("tested_on", "test")))
+        self.final = _parse_evaluation(tested, "dev" if self.result.get("tested_on") == "dev" else "test")
         self.warnings = [
-            RunWarning(int(finite_number(e.get("step")) or 0), str(e.get("kind", "note")), str(e.get("text", "")))
-            for e in _all(events, "warning")
+            RunWarning(int(finite_number(e.get("step")) or 0), str(e.get("kind", "note")), _text(e))
+            for e in _all(events, "warning")[:MAX_TEXTS]
         ]
         # What was noticed about the data before training.
-        self.data = [str(event.get("text", "")) for event in _all(events, "data")]
-        self.commands = [str(event.get("text", "")) for event in _all(events, "command")]
+        self.data = [_text(event) for event in _all(events, "data")[:MAX_TEXTS]]
+        self.commands = [_text(event) for event in _all(events, "command")[:MAX_TEXTS]]
         # What ended the run; empty if nothing did, or if it was resumed since.
         ends = [event for event in events if event.get("event") in ("failed", "start", "result")]
-        self.failure = str(ends[-1].get("text", "")) if ends and ends[-1]["event"] == "failed" else ""
+        self.failure = _text(ends[-1]) if ends and ends[-1]["event"] == "failed" else ""
 
     @property
     def majority(self) -> float | None:
@@ -91,9 +94,13 @@ def _parse_evaluation(event: Event, split: str) -> RecordedEvaluation | None:
     if step is None or value is None or low is None or high is None:
         return None
     accuracy, loss, calibrated = (finite_number(event.get(key)) for key in ("accuracy", "loss", "calibrated"))
-    metric = str(event.get("metric", "accuracy"))
+    metric = next((name for name in METRICS if name == event.get("metric")), "accuracy")
     accuracy, loss = (math.nan if figure is None else figure for figure in (accuracy, loss))
     return RecordedEvaluation(metric, value, (low, high), accuracy, loss, int(n or 0), calibrated, split, int(step))
+
+
+def _text(event: Event) -> str:
+    return str(event.get("text", ""))[:MAX_CHARACTERS]
 
 
 def _all(events: Sequence[Event], name: str) -> list[Event]:

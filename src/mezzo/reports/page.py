@@ -12,6 +12,7 @@ from mezzo.reports import html
 from mezzo.reports.charts import comparison_charts
 from mezzo.reports.run_data import RunData
 from mezzo.reports.sections import run_section
+from mezzo.untrusted import printable, without_credentials
 
 COMPARISON_COLUMNS = (
     *("run", "verdict", "method", "figure", "95% interval", "zero-shot", "calibrated", "best step", "steps"),
@@ -29,13 +30,14 @@ def render_page(runs: Sequence[RunData], live: bool = False) -> str:
     policy += f"; script-src 'sha256-{digest}'; connect-src 'self'" if live else ""
     several = len(runs) > 1
     body = [_comparison(runs) if several else "", *(run_section(run, several) for run in runs)]
-    return (
+    page = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)} · mezzo</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}"><link rel="icon" href="data:,">'
         f"<style>{_read_asset('style.css')}</style></head>\n<body><main>{''.join(body)}</main>"
         f"{f'<script>{script}</script>' if live else ''}</body></html>\n"
     )
+    return printable(without_credentials(page))
 
 
 def _read_asset(name: str) -> str:

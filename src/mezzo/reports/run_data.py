@@ -18,6 +18,7 @@ from mezzo.reports.metrics import Metrics, RecordedEvaluation, finite_number
 from mezzo.runs.folder import METRICS, Folder
 from mezzo.runs.verdict import Verdict, parse_verdict
 from mezzo.types import StepRecord
+from mezzo.untrusted import printable
 
 # An unfinished run counts as running for this long after its last line of metrics.
 RUNNING_SECONDS = 120
@@ -41,7 +42,7 @@ class RunData:
 
     @property
     def name(self) -> str:
-        return self.path.resolve().name
+        return printable(self.path.resolve().name)
 
     @property
     def method(self) -> str:

@@ -14,7 +14,7 @@ from mezzo.evaluation.evaluate import wilson_interval
 from mezzo.reports import html
 from mezzo.reports.changes import changes_section, classes_section
 from mezzo.reports.charts import run_charts
-from mezzo.reports.metrics import Event, RecordedEvaluation, finite_number
+from mezzo.reports.metrics import MAX_CHARACTERS, Event, RecordedEvaluation, finite_number
 from mezzo.reports.run_data import RunData
 
 # Mistakes that are visible without expanding the rest.
@@ -159,8 +159,8 @@ def _mistake(row: Mapping[str, Any]) -> str:
     fields = row.get("fields")
     texts = fields.values() if isinstance(fields, dict) else [fields]
     confidence = finite_number(row.get("sure"))
-    shown = "".join(f"<p>{escape(str(text))}</p>" for text in texts)
-    predicted, correct = (escape(str(row.get(key))) for key in ("given", "right"))
+    shown = "".join(f"<p>{escape(str(text)[:MAX_CHARACTERS])}</p>" for text in texts)
+    predicted, correct = (escape(str(row.get(key))[:MAX_CHARACTERS]) for key in ("given", "right"))
     share = f" ({confidence:.0%} sure)" if confidence is not None else ""
     answer = f'<div class="soft">predicted <b>{predicted}</b>{share}, correct is <b>{correct}</b></div>'
     return f'<div class="card mistake">{shown}{answer}</div>'

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mezzo.config import OPTIONS, RunConfig, from_mapping, option_names
+from mezzo.config import OPTIONS, RunConfig, convert, flatten, from_mapping, option_names, unnamed_options
 from mezzo.engines.base import Engine, Workers
 from mezzo.errors import ConfigError, JournalError
 from mezzo.evaluation.evaluate import Evaluation
@@ -42,6 +42,8 @@ from mezzo.types import Batch
 RESUMABLE = option_names(resumable=True)
 # Example-forwards of training between two evaluations, by the number of dev examples.
 EVALUATION_SHARE = 8
+# What must be named again where it contacts other machines.
+CONTACTING = tuple(name for name, option in OPTIONS.items() if option.contacts)
 # The user's own objective, given in Python.
 Function = ObjectiveFunction | Reward
 
@@ -52,7 +54,7 @@ def new_run(config: RunConfig, observe: Observer, function: Function | None = No
     check_installed(config.track)
     setup = resolve_setup(config)
     if _was_restarted(setup.config):
-        changes = {name: value for name in RESUMABLE if (value := getattr(config, name)) is not None}
+        changes = {n: value for n in (*RESUMABLE, *CONTACTING) if (value := getattr(config, n)) is not None}
         return resume_run(
             str(config.out), observe, changes | ({} if function else {"objective": config.objective}), function
         )
@@ -79,11 +81,11 @@ def resume_run(
     content, engine = journal.content, None
     header = content.header
     try:
-        _check_same_objective(str(header.config.get("objective")), function, changes.pop("objective", None))
         stored = {key: value for key, value in folder.read_config().items() if key in RESUMABLE}
+        remembered = flatten({**header.config, **stored})  # no table hides an option from the checks
+        _check_same_objective(str(remembered.get("objective")), function, changes.pop("objective", None))
+        _check_named_again(remembered, changes)
         # A model's own code runs only where the user asks for it, not because a file says so.
-        remembered = {**header.config, **{k: v for k, v in stored.items() if k != "remote_code"}}
-        _refuse_stored_addresses(remembered, changes)
         config = from_mapping({**remembered, "remote_code": False, **changes, "out": str(folder.path)})
         check_installed(config.track)
         setup = resolve_setup(config, get_task(dict(header.task)))
@@ -283,16 +285,19 @@ def _check_same_objective(recorded: str, function: Function | None, name: str | 
         )
 
 
-def _refuse_stored_addresses(remembered: dict[str, Any], given: dict[str, Any]) -> None:
-    """Network addresses must be named again: a run folder, which may be anybody's, must not choose where prompts and weights
-    go, nor whose Ray cluster sends code to this machine."""
-    for name, option in OPTIONS.items():
-        value = remembered.get(name)
-        if option.contacts and name not in given and option.contacts(value):
+def _check_named_again(remembered: dict[str, Any], given: dict[str, Any]) -> None:
+    """What contacts other machines must be named again: a run folder, which may be anybody's, must not choose where prompts,
+    weights and figures go, what is asked of the hub, nor whose Ray cluster sends code to this machine."""
+    for option in unnamed_options(remembered, given):
+        if option.contacts:
+            other = ", or another," if option.resumable else ""
             raise ConfigError(
-                f"this run used {option.flag} {value!r}; name it again, or another, to resume: "
+                f"this run used {option.flag} {remembered[option.name]!r}; name it again{other} to resume: "
                 f"{option.flag} {option.placeholder}"
             )
+    for name in set(given) - set(RESUMABLE):
+        if convert(name, given[name]) != remembered.get(name):
+            raise ConfigError(f"a resumed run keeps its settings; {name} cannot change")
 
 
 def _parse_evaluation(line: dict[str, Any]) -> Evaluation:

@@ -12,6 +12,7 @@ from mezzo.engines import ENGINES
 from mezzo.engines.hf_hub import BUNDLED
 from mezzo.errors import ConfigError, ModelError
 from mezzo.method.objectives import OBJECTIVES
+from mezzo.untrusted import read_settings
 
 STEPS = 1000
 BUDGET = "250k"
@@ -48,7 +49,7 @@ def model_settings(model: str) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = read_settings(Path(str(file)))
         if not isinstance(found, dict):
             raise ConfigError("it must hold an object of settings by space")
         return {name: _check_settings(name, value) for name, value in found.items()}

@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,9 @@ def _export_lora(engine: ExportableEngine, setup: Setup, folder: Path) -> None:
     """LoRA tensors in PEFT's layout (`adapter_config.json`, `adapter_model.safetensors`)."""
     from safetensors.numpy import save
 
-    tensors = {
-        f"base_model.model.{name}": np.ascontiguousarray(value) for name, value in engine.adapter_tensors().items()
-    }
-    modules = sorted({name.split(".lora_")[0] for name in engine.adapter_tensors()})
+    adapter = _finite(engine.adapter_tensors().items())
+    tensors = {f"base_model.model.{name}": np.ascontiguousarray(value) for name, value in adapter.items()}
+    modules = sorted({name.split(".lora_")[0] for name in adapter})
     settings = {
         "peft_type": "LORA",
         "task_type": None,
@@ -59,7 +58,7 @@ def _export_prefix(engine: ExportableEngine, setup: Setup, folder: Path) -> None
     """A format of its own: PEFT puts a prefix into the key-value cache, which shifts the position of every token."""
     from safetensors.numpy import save
 
-    tensors = {name: np.ascontiguousarray(value) for name, value in engine.adapter_tensors().items()}
+    tensors = {name: np.ascontiguousarray(value) for name, value in _finite(engine.adapter_tensors().items()).items()}
     settings = {"format": PREFIX_FORMAT, "base_model_name_or_path": setup.config.model, "tokens": engine.space.tokens}
     (folder / "prefix.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     _write_json(folder / "prefix_config.json", settings)
@@ -77,7 +76,9 @@ def export_model(engine: ExportableEngine, setup: Setup, out: Path, card: str) -
     """Write the whole model with the trained tensors merged, its tokenizer, its card and the settings of its base."""
     with _staging_folder(out, card) as folder:
         with quiet():
-            engine.merged_model().save_pretrained(folder)
+            model = engine.merged_model()
+            _finite(model.named_parameters())
+            model.save_pretrained(folder)
             setup.tokenizer.save_pretrained(folder)
         if settings := model_settings(setup.config.model):
             _write_json(folder / SETTINGS, settings)
@@ -99,6 +100,15 @@ def _staging_folder(out: Path, card: str) -> Iterator[Path]:
             staging.replace(out)  # `out` is absent or empty: _refuse_used checked it
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+
+
+def _finite(tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """The tensors, of NumPy or torch, if all their values are finite."""
+    found = dict(tensors)
+    for name, tensor in found.items():
+        if not (tensor.isfinite() if hasattr(tensor, "isfinite") else np.isfinite(tensor)).all():
+            raise ConfigError(f"{name} holds values that are not finite numbers; export another step with --at")
+    return found
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from mezzo.errors import ConfigError, JournalError, RunFailed
 from mezzo.journal.atomic_files import explain_os_errors, json_safe, refuse_links, write_all, write_atomically
 from mezzo.journal.journal import NAME as JOURNAL
 from mezzo.replay.snapshots import Snapshots
+from mezzo.untrusted import read_bytes, without_credentials
 
 METRICS = "metrics.jsonl"
 WORKERS = "workers"
@@ -20,6 +21,9 @@ CONFIG = "config.json"
 MISTAKES = "mistakes.jsonl"
 FILES = (JOURNAL, METRICS, CONFIG, MISTAKES, "snapshots")
 MAX_NAME = 60
+# What is read of a file that may come from anybody: bytes of a line and of all lines, and their number. A step has 150 bytes.
+MAX_LINE, MAX_BYTES, MAX_ENTRIES = 2**20, 2**28, 2**21
+MAX_MISTAKES = 50
 
 
 class Folder:
@@ -59,19 +63,19 @@ class Folder:
     def read_config(self) -> dict[str, Any]:
         """The content of config.json; empty when it is missing or broken, because the journal's header holds the same."""
         try:
-            found = json.loads((self.path / CONFIG).read_bytes())
+            found = json.loads(read_bytes(self.path / CONFIG, MAX_LINE))
         except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 
     def write_mistakes(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Store the mistakes of the tested checkpoint, one line per example."""
-        lines = [json.dumps({"step": step, **row}, ensure_ascii=False) + "\n" for row in rows]
+        lines = [json.dumps(json_safe({"step": step, **row}), ensure_ascii=False) + "\n" for row in rows]
         write_atomically(self.path / MISTAKES, "".join(lines).encode())
 
     def note(self, event: str, values: dict[str, Any]) -> None:
         """Append one line of metrics."""
-        line = json.dumps({"event": event, **json_safe(values)}).encode() + b"\n"
+        line = without_credentials(json.dumps({"event": event, **json_safe(values)})).encode() + b"\n"
         path = self.path / METRICS
         with explain_os_errors(path, RunFailed):
             if self._metrics < 0:
@@ -83,19 +87,24 @@ class Folder:
         return self._lines(METRICS)
 
     def mistakes(self) -> list[dict[str, Any]]:
-        return self._lines(MISTAKES)
+        return self._lines(MISTAKES)[:MAX_MISTAKES]
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         path = self.path / name
         if not path.is_file():
             return []
-        found = []
-        with explain_os_errors(path):
-            lines = path.read_bytes().splitlines()
-        for line in lines:
-            with contextlib.suppress(ValueError, RecursionError):
-                found.append(json.loads(line))
-        return [entry for entry in found if isinstance(entry, dict)]
+        if path.stat().st_size > MAX_BYTES:
+            raise JournalError(f"{path} has more than {MAX_BYTES:,} bytes; move it away: the journal holds the run")
+        found: list[dict[str, Any]] = []
+        with explain_os_errors(path), path.open("rb") as file:
+            for line in iter(lambda: file.readline(MAX_LINE), b""):
+                with contextlib.suppress(ValueError, RecursionError):
+                    found += [entry] if isinstance(entry := json.loads(line), dict) else []
+                if len(found) > MAX_ENTRIES:
+                    raise JournalError(
+                        f"{path} has more than {MAX_ENTRIES:,} lines; move it away: the journal holds the run"
+                    )
+        return found
 
     def rewind_metrics(self, steps: int) -> list[dict[str, Any]]:
         """Drop the metrics of steps that the journal does not have; return the rest."""
@@ -114,7 +123,7 @@ class Folder:
     def wanted_workers(self) -> int | None:
         """The requested number of workers; None without a valid request."""
         try:
-            count = int((self.path / WORKERS).read_bytes())
+            count = int(read_bytes(self.path / WORKERS, 20))
         except (OSError, ValueError):
             return None
         return count if count > 0 else None

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from mezzo.evaluation.evaluate import DetailedEvaluation, probabilities
+from mezzo.runs.folder import MAX_MISTAKES
 from mezzo.tasks import Task
 from mezzo.types import Example
 
-# Mistakes that are kept, and characters of a text that are kept.
-MAX_ROWS, MAX_CHARACTERS = 50, 600
+# Characters of a text that are kept.
+MAX_CHARACTERS = 600
 
 
 def list_mistakes(examples: Sequence[Example], detail: DetailedEvaluation, task: Task) -> list[dict[str, Any]]:
@@ -26,7 +27,7 @@ def list_mistakes(examples: Sequence[Example], detail: DetailedEvaluation, task:
             }
             for example, text, good in zip(examples, detail.texts, detail.right, strict=True)
             if not good
-        ][:MAX_ROWS]
+        ][:MAX_MISTAKES]
     assert detail.scores is not None
     chances = probabilities(detail.scores)
     given = chances.argmax(axis=1)
@@ -39,7 +40,7 @@ def list_mistakes(examples: Sequence[Example], detail: DetailedEvaluation, task:
             "given": answer_name(task, examples[place], int(given[place])),
             "sure": round(float(chances[place, given[place]]), 4),
         }
-        for place in wrong[:MAX_ROWS]
+        for place in wrong[:MAX_MISTAKES]
     ]
 
 

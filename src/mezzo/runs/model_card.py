@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mezzo import __version__
 from mezzo.engines.hf_hub import BUNDLED
 from mezzo.journal.header import Header
+from mezzo.untrusted import printable
 
 LIBRARY = {"adapter": "peft", "model": "transformers"}
 PEFT = ("from peft import PeftModel", "PeftModel.from_pretrained")
@@ -21,10 +23,10 @@ def model_card(kind: str, header: Header, events: Sequence[Mapping[str, Any]], s
     config, task = header.config, header.task
     lines = [
         *_front("mezzo" if config["space"] == "prefix" else LIBRARY[kind], str(config["model"])),
-        f"# {task['name']}: {_short(str(config['model']))} after {step} steps of MeZO",
+        f"# {_quote(task['name'])}: {_quote(_short(str(config['model'])))} after {step} steps of MeZO",
         "",
-        f"Fine-tuned with forward passes only by mezzo {__version__}: {config['space']} trained on the task `{task['name']}`, "
-        f"journal position {step} of {steps}.",
+        f"Fine-tuned with forward passes only by mezzo {__version__}: {_quote(config['space'])} trained on the task "
+        f"{_quote(task['name'])}, journal position {step} of {steps}.",
         "",
         "## Results",
         *_results(events, step),
@@ -36,8 +38,10 @@ def model_card(kind: str, header: Header, events: Sequence[Mapping[str, Any]], s
         _loading(kind, config, header.family, bool(header.classes)),
         "",
         "The prompt is part of the model: it was trained with the template",
-        *(f"    {line}" for line in ("", *str(task["template"]).splitlines(), "")),
-        "and the words " + ", ".join(f"{label} → {word}" for label, word in _words(task)) + "." if _words(task) else "",
+        *(f"    {printable(line)}" for line in ("", *str(task["template"]).splitlines(), "")),
+        "and the words " + ", ".join(f"{_quote(a)} → {_quote(b)}" for a, b in _words(task)) + "."
+        if _words(task)
+        else "",
         "",
     ]
     return "\n".join(lines)
@@ -57,18 +61,18 @@ def _results(events: Sequence[Mapping[str, Any]], step: int) -> list[str]:
     result = next((e for e in reversed(figures) if e["event"] == "result" and e.get("best_step") == step), None)
     rows = []
     if zero:
-        rows.append(f"| zero-shot, before training | {_figure(zero)} | {zero.get('n')} |")
+        rows.append(f"| zero-shot, before training | {_figure(zero)} | {_quote(zero.get('n'))} |")
         if isinstance(calibrated := zero.get("calibrated"), (int, float)):
-            rows.append(f"| the same, calibrated | {calibrated:.1%} | {zero.get('n')} |")
+            rows.append(f"| the same, calibrated | {calibrated:.1%} | {_quote(zero.get('n'))} |")
     if dev:
-        rows.append(f"| dev, this checkpoint | {_figure(dev)} | {dev.get('n')} |")
+        rows.append(f"| dev, this checkpoint | {_figure(dev)} | {_quote(dev.get('n'))} |")
     if result:
         rows.append(
-            f"| **{result.get('tested_on')}, this checkpoint** | **{_figure(result)}** | {result.get('n_test')} |"
+            f"| **{_quote(result.get('tested_on'))}, this checkpoint** | **{_figure(result)}** | {_quote(result.get('n_test'))} |"
         )
     if not rows:
         return ["The journal this was made from holds no evaluations."]
-    metric = str((result or dev or zero or {}).get("metric"))
+    metric = _quote((result or dev or zero or {}).get("metric"))
     return [f"| examples | {metric}, 95% interval | n |", "|---|---|---|", *rows]
 
 
@@ -100,8 +104,8 @@ def _method(config: Mapping[str, Any], header: Header) -> list[str]:
     ]
     names[1:1] = ["rank", "alpha"] if config.get("space") == "lora" else []
     return [
-        *("| option | |", "|---|---|", f"| base model | {_short(str(config['model']))} |"),
-        *(f"| {name.replace('_', ' ')} | {config[name]} |" for name in names if config.get(name) is not None),
+        *("| option | |", "|---|---|", f"| base model | {_quote(_short(str(config['model'])))} |"),
+        *(f"| {name.replace('_', ' ')} | {_quote(config[name])} |" for name in names if config.get(name) is not None),
         f"| base digest | `{header.base[:16]}` |",
     ]
 
@@ -133,6 +137,12 @@ model = {put}(base, "THIS FOLDER")
 def _words(task: Mapping[str, Any]) -> list[tuple[str, str]]:
     words, labels = task.get("words") or (), task.get("labels") or ()
     return list(words.items()) if isinstance(words, Mapping) else list(zip(labels, words, strict=False))
+
+
+def _quote(value: Any) -> str:
+    """Text of the journal on one line, as code unless it is plain: it must not format the page, nor load a picture there."""
+    text = printable(" ".join(str(value).split()))
+    return text if re.fullmatch(r"[\w ./,:-]*", text) else "`" + text.replace("`", "'") + "`"
 
 
 def _short(model: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mezzo.evaluation.evaluate import Z95, DetailedEvaluation, Evaluation, calibrated_predictions
+from mezzo.evaluation.evaluate import Z95, DetailedEvaluation, Evaluation, calibrated_predictions, wrong_where_nan
 from mezzo.method.objectives import METRICS
 from mezzo.runs.mistakes import answer_name, text_fields
 from mezzo.tasks import Task
@@ -51,8 +51,12 @@ def collect_answers(detail: DetailedEvaluation, examples: Sequence[Example], tas
     if detail.texts is not None:
         return Answers(detail.texts, detail.right)
     assert detail.scores is not None
-    calibrated = calibrated_predictions(detail.scores).tolist() if task.kind == "classification" else None
-    return _answers(detail.scores.argmax(axis=1).tolist(), calibrated, examples)
+    labels = np.array([example.label for example in examples], dtype=np.int64)
+    given = wrong_where_nan(detail.scores.argmax(axis=1), detail.scores, labels).tolist()
+    if task.kind != "classification":
+        return _answers(given, None, examples)
+    calibrated = wrong_where_nan(calibrated_predictions(detail.scores), detail.scores, labels)
+    return _answers(given, calibrated.tolist(), examples)
 
 
 def read_answers(event: Mapping[str, Any], examples: Sequence[Example], task: Task) -> Answers | None:

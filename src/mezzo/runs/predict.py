@@ -7,7 +7,7 @@ from typing import Any
 
 from mezzo.engines.base import Engine
 from mezzo.errors import DataError
-from mezzo.evaluation.evaluate import probabilities, score_prompts
+from mezzo.evaluation.evaluate import probabilities, refuse_nan, score_prompts
 from mezzo.evaluation.rewards import first_lines
 from mezzo.runs import datasets
 from mezzo.runs.setup import Setup
@@ -43,6 +43,7 @@ def predict_examples(engine: Engine, setup: Setup, examples: list[Example]) -> I
     if any(not (p.candidates or setup.readout.kind != "candidates") for p in prompts):
         raise DataError(f"a row of task {setup.task.name!r} has no candidates to choose from")
     scores = score_prompts(engine, prompts, setup.readout)
+    refuse_nan(scores)
     for example, row in zip(examples, probabilities(scores), strict=True):
         names = setup.task.labels or tuple(str(i) for i in range(len(row)))
         best = int(row.argmax())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mezzo.config import from_mapping, option_names
+from mezzo.config import flatten, from_mapping, option_names, unnamed_options
 from mezzo.engines import open_engine
 from mezzo.engines.base import Engine
 from mezzo.errors import ConfigError, JournalError
@@ -19,15 +20,33 @@ from mezzo.runs.datasets import find_task
 from mezzo.runs.folder import Folder
 from mezzo.runs.setup import Setup, resolve_setup
 from mezzo.tasks import get_task
+from mezzo.untrusted import without_credentials
 
 
 def open_journal(path: str | Path) -> Content:
-    """The journal of a run folder, a journal.jsonl, or a compact journal."""
-    path = Path(path)
+    """The journal of a run folder, a journal.jsonl, or a compact journal; its header without credentials."""
+    content = _read_any(Path(path))
+    header = content.header
+    config, engine = _without_credentials(header.config), _without_credentials(header.engine)
+    return dataclasses.replace(content, header=dataclasses.replace(header, config=config, engine=engine))
+
+
+def _without_credentials(value: Any) -> Any:
+    """A copy of settings: texts, and lists of texts."""
+    if isinstance(value, Mapping):
+        return {name: _without_credentials(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [without_credentials(inner) if isinstance(inner, str) else inner for inner in value]
+    return without_credentials(value) if isinstance(value, str) else value
+
+
+def _read_any(path: Path) -> Content:
     if path.is_dir():
         return read(path)
     if not path.exists():
         raise JournalError(f"{path} does not exist; name a run folder or a journal here, and a model by --model")
+    if not path.is_file():
+        raise JournalError(f"{path} is neither a run folder nor a file")
     with explain_os_errors(path), path.open("rb") as file:
         compact = file.read(len(MAGIC)) == MAGIC
     return import_compact(path) if compact else read(path)
@@ -41,17 +60,17 @@ def open_base_engine(content: Content, **changes: Any) -> tuple[Engine, Setup]:
         raise ConfigError(f"{', '.join(refused)} belongs to the run and cannot be changed after it")
     # Weights do not depend on what ran the model: unless an engine is named, this process rebuilds them itself.
     here: dict[str, Any] = {} if "engine" in given else {"engine": "torch", "tp": 1}
-    here |= {"url": ()}  # prompts and weights go only to servers that the user names
     here |= {"device": "auto", "threads": None, "eval_limit": None}  # these belonged to the machine of the run
-    here |= {"remote_code": False}  # a model's own code runs only where the user asks for it
     header = content.header
     try:
-        config = from_mapping({**header.config, **here, **given})
-        recorded = get_task(dict(header.task))
+        recorded = flatten(header.config)
+        here |= _without_contacts({**recorded, **given}, given)
+        config = from_mapping({**recorded, **here, **given})
+        task = get_task(dict(header.task))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise JournalError(f"{content.path}: the header lacks what a rebuild needs: {error}") from None
     changed = any(name in given for name in ("task", "template", "words"))
-    setup = resolve_setup(config, find_task(config, header.family) if changed else recorded)
+    setup = resolve_setup(config, find_task(config, header.family) if changed else task)
     # The header, not the task that is asked about, says which head was trained.
     spec = dataclasses.replace(setup.engine_spec, family=header.family, classes=header.classes)
     engine = open_engine(setup.config.engine, spec)
@@ -61,6 +80,20 @@ def open_base_engine(content: Content, **changes: Any) -> tuple[Engine, Setup]:
         engine.close()
         raise
     return engine, setup
+
+
+def _without_contacts(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The defaults of options whose values would run code or contact other machines, and which the user has not named: a
+    journal may be anybody's. What cannot be replaced is refused."""
+    unnamed = unnamed_options(values, given)
+    needed = ("model", "train") if values.get("demonstrations") else ("model",)
+    for option in unnamed:
+        if option.name in needed:
+            raise ConfigError(
+                f"the run used {option.flag} {values[option.name]!r}, which is not on this machine: "
+                f"name it again to fetch it: {option.flag} {option.placeholder}"
+            )
+    return {option.name: option.default for option in unnamed}
 
 
 def open_run(path: str | Path, at: int | None = None, **changes: Any) -> tuple[Engine, Setup]:

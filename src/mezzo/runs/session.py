@@ -245,6 +245,11 @@ class Session:
         self.folder.close()
         self.engine.close()
 
+    def __del__(self) -> None:
+        """A session that nobody closed keeps no files open, and no lock."""
+        self.journal.close()
+        self.folder.close()
+
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None

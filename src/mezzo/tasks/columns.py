@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ def name_columns(
     rows = raw.rows if inferred else raw.rows[1:]
     if not rows:
         raise DataError(f"{raw.source}: a header but no rows; give a file with data")
-    if repeated := [name for name in header if name and header.count(name) > 1]:
+    if repeated := [name for name, count in Counter(header).items() if name and count > 1]:
         raise DataError(f"{raw.source}: the column {repeated[0]!r} appears twice; rename one")
     rows = [(number, _align_snli_row(header, cells)) for number, cells in rows]
     bad = BadRows(raw.source)

@@ -24,6 +24,8 @@ _SPLITS = (
     ("dev", "dev_matched", "val", "validation", "valid", "validation_matched", "dev_mismatched"),
     ("test", "test_matched", "eval"),
 )
+# Of one text. Books have fewer, and no model reads so many.
+MAX_CHARACTERS = 1_000_000
 _K_SHOT = re.compile(r"\d+-\d+")
 
 
@@ -247,7 +249,10 @@ def _field(value: Any, column: str, task: Task) -> str | list[str]:
 
 
 def _check_encodable(text: str, column: str) -> str:
-    """JSON can hold half a character, which can be neither written to a file nor tokenized."""
+    """JSON can hold half a character, which can be neither written to a file nor tokenized. A long text takes minutes, and
+    memory by the gigabyte, although the model reads its beginning."""
+    if len(text) > MAX_CHARACTERS:
+        raise DataError(f"{column!r} has {len(text):,} characters; cut it, {MAX_CHARACTERS:,} are the most")
     try:
         text.encode()
     except UnicodeEncodeError as error:

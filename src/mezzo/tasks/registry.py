@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from mezzo.errors import TaskError, nearest
 from mezzo.tasks.catalogue import DEFAULTS, TASKS, Fields
 from mezzo.tasks.task import Task
 from mezzo.types import Family
+from mezzo.untrusted import read_settings
 
 _KEYS = tuple(f.name for f in dataclasses.fields(Task))
 
@@ -71,8 +70,7 @@ def _task_from(values: Mapping[str, Any], source: str, name: str = "custom") -> 
 def _read_file(path: Path) -> dict[str, Any]:
     kind = path.suffix[1:].upper()
     try:
-        text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if kind == "JSON" else tomllib.loads(text)
+        values = read_settings(path)
     except OSError as error:
         raise TaskError(f"cannot read the task file {str(path)!r}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:  # invalid TOML or JSON, or not UTF-8

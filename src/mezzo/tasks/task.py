@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,8 +68,11 @@ class Task:
 
     def __post_init__(self) -> None:
         try:
+            json.dumps(dataclasses.astuple(self), ensure_ascii=False, skipkeys=True, default=str).encode()
             self._normalize()
             self._check()
+        except UnicodeEncodeError:
+            raise TaskError(f"task {self.name!r} holds half a character (a lone surrogate); correct its text") from None
         except TaskError as error:
             raise TaskError(f"task {self.name!r}: {error}") from None
 

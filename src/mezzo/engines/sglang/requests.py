@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from mezzo.engines.sglang.token_rows import TokenCounts, TokenRow, common_prefix
 from mezzo.types import Batch, Readout
 
 Answers = Sequence[Mapping[str, Any]]
+# Beyond any log-probability, and within float32.
+LARGEST_NUMBER = 1e30
 
 
 def scoring_body(rows: Sequence[TokenRow], adapters: Sequence[str | None], readout: Readout) -> dict[str, Any]:
@@ -60,12 +63,24 @@ def parse_scores(rows: Sequence[TokenRow], answers: Answers, readout: Readout) -
         meta = answer["meta_info"]
         if readout.kind == "words":
             by_id = {int(token): value for value, token, *_ in meta["output_token_ids_logprobs"][0]}
-            scores.append([by_id[word] for word in readout.words])
+            scores.append([_parse_number(by_id[word]) for word in readout.words])
         else:
-            count = len(row.ids) - row.logprob_start - 1
-            values = [value for value, *_ in meta["input_token_logprobs"][-count:]]
-            scores.append(sum(values) / (count if readout.reduce == "mean" else 1))
+            expected = row.ids[row.logprob_start + 1 :]
+            found = meta["input_token_logprobs"][-len(expected) :]
+            if [token for _, token, *_ in found] != list(expected):
+                raise ValueError("log-probabilities of other tokens")
+            values = [_parse_number(value) for value, *_ in found]
+            scores.append(sum(values) / (len(values) if readout.reduce == "mean" else 1))
     return scores
+
+
+def _parse_number(value: Any) -> float:
+    """A log-probability. SGLang's JSON has null for one that is not a number."""
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > LARGEST_NUMBER:
+        raise ValueError(f"{str(value)[:40]!r} is not a log-probability")
+    return float(value)
 
 
 def count_tokens(answers: Answers) -> TokenCounts:

@@ -116,6 +116,14 @@ def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return total.hexdigest()
 
 
+def refuse_nonfinite(tensors: Iterable[tuple[str, Tensor]], name: str) -> None:
+    """A value that no batch reads would pass unnoticed, and be trained, saved and exported with the rest."""
+    for key, tensor in tensors:
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            half = "; float16 holds none above 65504: use --dtype bfloat16" if tensor.dtype == torch.float16 else ""
+            raise ModelError(f"{name} cannot be used: {key} holds values that are not finite numbers{half}")
+
+
 def is_pooler(name: str) -> bool:
     """BERT-like models have a pooler inside the base model, for a head alone: a checkpoint saved with its LM head has none."""
     return "pooler" in name.split(".")

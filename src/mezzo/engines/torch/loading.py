@@ -14,7 +14,8 @@ from torch import nn
 
 from mezzo.engines.architectures import layer_count
 from mezzo.engines.hf_hub import fetched, load_config, quiet
-from mezzo.engines.torch.catalog import is_pooler
+from mezzo.engines.torch.catalog import is_pooler, refuse_nonfinite
+from mezzo.engines.torch.quantized import compute_in_float32
 from mezzo.errors import ConfigError, ModelError
 from mezzo.method import noise
 from mezzo.types import Family
@@ -65,6 +66,8 @@ def load_model(
     with quiet():
         model, report = fetched(name, load)
     _fill_missing(model, sorted(report["missing_keys"]), name, seed, fresh_head=bool(classes))
+    refuse_nonfinite(model.named_parameters(), name)
+    compute_in_float32(model)
     return model.eval().requires_grad_(False)  # type: ignore[no-any-return]
 
 

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from mezzo.engines.hf_hub import longest_input
 from mezzo.engines.torch.forward import prefix
 from mezzo.errors import ModelError
 
@@ -24,10 +25,14 @@ def put_prefix(model: nn.Module, folder: Path, format_: str) -> None:
     device = next(model.parameters()).device
     try:
         with safe_open(folder / "prefix.safetensors", framework="pt") as file:
-            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, ValueError) as error:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            _check_shapes(model, {name: tuple(part.get_shape()) for name, part in slices.items()}, folder)
+            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in slices}
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise ModelError(f"{folder}/prefix.safetensors cannot be read: {str(error).splitlines()[0]}") from None
-    _check_shapes(model, tensors, folder)
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not tensor.isfinite().all():
+            raise ModelError(f"the prefix in {folder} is damaged: {name} holds values that are not finite numbers")
     prefix.set_prefix(model, {name: tensor.float().to(device) for name, tensor in tensors.items()})
 
 
@@ -41,16 +46,16 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def _check_shapes(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
+def _check_shapes(model: nn.Module, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
     """Heads and widths must be the model's own; otherwise the mistake would show up in the middle of a forward."""
+    longest = longest_input(model.config)
     with prefix.without_prefix(model):
         ids = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
         activations = prefix.record_activations(model, ids)
     lengths: dict[str, int] = {}
-    for name, tensor in tensors.items():
-        shape = tuple(tensor.shape)
+    for name, shape in shapes.items():
         fits = name in activations and len(shape) == 3 and shape[::2] == activations[name].shape[::2]
-        if not fits or not tensor.is_floating_point() or not tensor.isfinite().all():
+        if not fits or (longest is not None and shape[1] > longest):
             raise ModelError(
                 f"the prefix in {folder} belongs to another model: {name} does not fit {type(model).__name__}"
             )

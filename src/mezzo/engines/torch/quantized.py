@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mezzo.engines.torch.catalog import digest_of
+from mezzo.engines.torch.catalog import digest_of, refuse_nonfinite
 from mezzo.errors import ConfigError
 
 
 def loading_options(kind: str, device: torch.device) -> dict[str, Any]:
     """Arguments of `from_pretrained`; ConfigError where the library is missing."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns at every call that it rounds
     try:
         import bitsandbytes  # noqa: F401
         from transformers import BitsAndBytesConfig
@@ -25,13 +26,21 @@ def loading_options(kind: str, device: torch.device) -> dict[str, Any]:
         raise ConfigError(
             f"--quantize {kind} needs the bitsandbytes and accelerate libraries: pip install bitsandbytes accelerate"
         ) from None
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns at every call that it rounds
     if kind == "8bit":
         # No outlier columns: which they are depends on all rows of a batch, and a score must depend on its own row alone.
         config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     else:
         config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     return {"quantization_config": config, "device_map": {"": str(device)}}
+
+
+def compute_in_float32(model: nn.Module) -> None:
+    """Keep bitsandbytes from rounding the inputs of 4-bit layers to bfloat16, as it does on CPUs that have instructions for
+    it whatever type it was asked to compute in: the rounding is larger than the effect of a perturbation."""
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def is_quantized(model: nn.Module) -> bool:
@@ -47,7 +56,9 @@ def checkpoint_digest(name: str, kind: str) -> str:
     for file in sorted(_folder(name).glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for key in sorted(tensors.keys()):
-                total.update(digest_of([(key, tensors.get_tensor(key))]).encode())
+                stored = [(key, tensors.get_tensor(key))]
+                refuse_nonfinite(stored, name)  # quantised weights do not show it
+                total.update(digest_of(stored).encode())
     return total.hexdigest()
 
 

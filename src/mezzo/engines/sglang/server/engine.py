@@ -17,6 +17,7 @@ from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD
 from mezzo.engines.sglang.base import SGLangEngine
 from mezzo.engines.sglang.model_facts import SAMPLE_TOKENS, ModelFacts
 from mezzo.engines.sglang.requests import count_tokens, generation_body, parse_scores, prefix_bodies, scoring_body
+from mezzo.engines.sglang.server.answers import parse_tokens
 from mezzo.engines.sglang.server.loader import LOADER
 from mezzo.engines.sglang.server.replica import Replica
 from mezzo.engines.sglang.server.weights import ClientWeights, FrozenModel, ServerMatrices, UploadedLora
@@ -82,8 +83,10 @@ class ServerEngine(SGLangEngine):
         texts = []
         for probe in probes:
             with self._uploaded_adapters([probe]) as (adapter,):
-                answers = self.replicas[0].generate(generation_body(batch, max_new_tokens, adapter))
-            texts.append([tuple(answer["output_ids"]) for answer in answers])
+                body = generation_body(batch, max_new_tokens, adapter)
+                texts.append(
+                    self.replicas[0].generate(body, lambda rows: [parse_tokens(row, max_new_tokens) for row in rows])
+                )
         return texts
 
     def state(self) -> dict[str, Array]:
@@ -96,8 +99,8 @@ class ServerEngine(SGLangEngine):
     def describe(self) -> dict[str, Any]:
         return super().describe() | {
             "device": ", ".join(replica.url for replica in self.replicas),
-            "sglang": str(self.replicas[0].info["version"]),
-            "tp": self.replicas[0].ranks,
+            "sglang": self.replicas[0].info.version,
+            "tp": self.replicas[0].info.ranks,
         }
 
     def close(self) -> None:
@@ -154,19 +157,21 @@ def _score_rows(
     replica: Replica, rows: Sequence[TokenRow], adapters: Sequence[str | None], readout: Readout
 ) -> tuple[list[Any], TokenCounts]:
     """The values of all rows under the first adapter, then under the second."""
-    prefix_answers = [answer for body in prefix_bodies(rows, adapters) for answer in replica.generate(body)]
+    counts = [replica.generate(body, count_tokens) for body in prefix_bodies(rows, adapters)]
     every = [row for _ in adapters for row in rows]
-    answers = replica.generate(scoring_body(every, [adapter for adapter in adapters for _ in rows], readout))
-    return parse_scores(every, answers, readout), count_tokens([*prefix_answers, *answers])
+    body = scoring_body(every, [adapter for adapter in adapters for _ in rows], readout)
+    scores, count = replica.generate(body, lambda found: (parse_scores(every, found, readout), count_tokens(found)))
+    return scores, sum(counts, count)
 
 
 def _refuse_other_model(replica: Replica, facts: ModelFacts) -> None:
     """Raise ModelError if the server holds other weights than the checkpoint."""
     rows, readout = [TokenRow(SAMPLE_TOKENS, example=0)], Readout("words", words=SAMPLE_TOKENS)
-    (logprobs,) = parse_scores(rows, replica.generate(scoring_body(rows, [None], readout)), readout)
-    tolerance = LOGPROB_TOLERANCE if replica.info.get("dtype") == "float32" else LOGPROB_TOLERANCE_16_BIT
-    if max(abs(a - b) for a, b in zip(logprobs, facts.sample_logprobs, strict=True)) > tolerance:
+    body = scoring_body(rows, [None], readout)
+    (logprobs,) = replica.generate(body, lambda found: parse_scores(rows, found, readout))
+    tolerance = LOGPROB_TOLERANCE if replica.info.dtype == "float32" else LOGPROB_TOLERANCE_16_BIT
+    if not all(abs(a - b) <= tolerance for a, b in zip(logprobs, facts.sample_logprobs, strict=True)):
         raise ModelError(
-            f"the server at {replica.url} serves another model than the run's ({replica.info['model_path']}); start it "
+            f"the server at {replica.url} serves another model than the run's ({replica.info.model_path}); start it "
             f"with: {replica.command}"
         )

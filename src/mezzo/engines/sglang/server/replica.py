@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import base64
-import json
 import pickle
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from mezzo.engines.sglang.adapters import AdapterShape
+from mezzo.engines.sglang.requests import Answers
+from mezzo.engines.sglang.server import answers
+from mezzo.engines.sglang.server.connection import API_KEY, BadAnswer, read_answer, send
 from mezzo.engines.sglang.versions import refuse_version
-from mezzo.errors import ConfigError, RunFailed
+from mezzo.errors import ConfigError, MezzoError, RunFailed
 
 # Seconds for one answer: a large batch on a busy server takes long, a lost server never answers.
 TIMEOUT = 900.0
 # Seconds that a server may take to finish its requests before it empties its prefix cache.
 FLUSH_TIMEOUT = 60
+T = TypeVar("T")
 
 
 class Replica:
@@ -43,28 +44,28 @@ class Replica:
         self.expected_version = self.weight_version()
         self.run_started = True
 
-    @property
-    def ranks(self) -> int:
-        return int(self.info.get("tp_size") or 1)
+    def generate(self, body: Mapping[str, Any], parse: Callable[[Answers], T]) -> T:
+        """What `parse` reads from the answers, one for each row of the request."""
 
-    def generate(self, body: Mapping[str, Any]) -> list[Any]:
-        answers = self._request("/generate", body)
-        answers = answers if isinstance(answers, list) else [answers]
-        for answer in answers:
-            self._check_version(answer["meta_info"]["weight_version"])
-        return answers
+        def checked(answer: Any) -> T:
+            rows = answers.parse_rows(answer, len(body["input_ids"]))
+            for row in rows:
+                self._check_version(answers.parse_weight_version(row["meta_info"]))
+            return parse(rows)
+
+        return self._request("/generate", body, checked)
 
     def load_adapter(self, name: str, tensors: Mapping[str, Tensor], shape: AdapterShape) -> None:
         """Upload an adapter; a new name gets a new id, which is part of SGLang's prefix-cache key."""
         body = {"lora_name": name, "config_dict": shape.peft_config(), **self._payload(dict(tensors))}
-        self._request("/load_lora_adapter_from_tensors", body)
+        self._command("/load_lora_adapter_from_tensors", body)
 
     def unload_adapter(self, name: str) -> None:
-        self._request("/unload_lora_adapter", {"lora_name": name})
+        self._command("/unload_lora_adapter", {"lora_name": name})
 
     def weight_version(self) -> str:
         """SGLang's name for the weights that the server holds now."""
-        return str(self._request("/model_info", None)["weight_version"])
+        return self._request("/model_info", None, answers.parse_weight_version)
 
     def write_weights(self, named: Sequence[tuple[str, Tensor]], loader: str, version: str) -> None:
         """Send tensors to the server's custom weight loader; `version` is the new name of its weights."""
@@ -72,26 +73,26 @@ class Replica:
         body = {**self._payload(list(named)), "load_format": loader, "flush_cache": False, "weight_version": version}
         has_sessions = self._has_update_sessions()  # newer versions accept weights only inside a session
         if has_sessions:
-            self._request("/begin_weight_update", {})
-        self._request("/update_weights_from_tensor", body)
+            self._command("/begin_weight_update", {})
+        self._command("/update_weights_from_tensor", body)
         if has_sessions:
-            self._request("/end_weight_update", {})
+            self._command("/end_weight_update", {})
         self.expected_version = version
         # Requests that have just been answered may not be finished: wait for them, so that no old key is left.
-        self._request(f"/flush_cache?timeout={FLUSH_TIMEOUT}", {})
+        self._post(f"/flush_cache?timeout={FLUSH_TIMEOUT}", {})
 
     def _payload(self, tensors: Any) -> dict[str, list[str]]:
         """Tensors for every rank, in SGLang's encoding."""
-        return {"serialized_named_tensors": [base64.b64encode(pickle.dumps(tensors, protocol=4)).decode()] * self.ranks}
+        return {
+            "serialized_named_tensors": [base64.b64encode(pickle.dumps(tensors, protocol=4)).decode()] * self.info.ranks
+        }
 
     def _has_update_sessions(self) -> bool:
         """True if this version has sessions. The request also closes a session that a dead run left open."""
         try:
             self._send("/end_weight_update", {})
-        except urllib.error.HTTPError as error:
-            return error.code != 404
-        except OSError:
-            return True  # the server is lost, which the next request reports
+        except BadAnswer as error:
+            return error.status != 404  # a server that is lost is reported by the next request
         return True
 
     def _check_version(self, version: str) -> None:
@@ -101,20 +102,27 @@ class Replica:
                 "The journal holds the run: continue with 'mezzo train --resume DIR --url URL'"
             )
 
-    def _read_info(self) -> dict[str, Any]:
+    def _read_info(self) -> answers.ServerInfo:
         """The server's version and options; raise ConfigError if another program answers on that port."""
         if not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"{self.url!r} is not a URL such as http://host:30000")
         for path in ("/server_info", "/get_server_info"):
             try:
-                info = self._send(path, None)
-            except (urllib.error.HTTPError, ValueError):  # ValueError: the answer is not JSON
+                data = self._send(path, None)
+            except BadAnswer as error:
+                if error.status in (401, 403):
+                    raise ConfigError(
+                        f"the server at {self.url} wants a key: set {API_KEY} in the environment"
+                    ) from None
+                if not error.status:
+                    raise ConfigError(f"no server answers at {self.url} ({error}). Start one: {self.command}") from None
                 continue
-            except OSError as error:
-                raise ConfigError(f"no server answers at {self.url} ({error}). Start one: {self.command}") from None
-            if isinstance(info, dict) and "version" in info and "model_path" in info:
-                refuse_version(str(info["version"]), f"{self.url}: ")
-                return info
+            try:
+                info = read_answer(data, answers.parse_info)
+            except BadAnswer:
+                continue
+            refuse_version(info.version, f"{self.url}: ")
+            return info
         raise ConfigError(
             f"{self.url} is not an SGLang server: is the port used by another program? "
             f"Start SGLang on a free one: {self.command}"
@@ -122,53 +130,48 @@ class Replica:
 
     def _option_problems(self, shape: AdapterShape, dtype: str, loader: str) -> Iterator[str]:
         """What keeps the server from training the run."""
-        info, targets = self.info, self.info.get("lora_target_modules") or ["all"]
-        if not info.get("enable_lora"):
+        info = self.info
+        if not info.lora:
             yield "runs without LoRA"
-        if (rank := int(info.get("max_lora_rank") or shape.rank)) < shape.rank:
-            yield f"takes adapters up to rank {rank}"
-        if "all" not in targets and (missing := sorted(set(shape.targets) - set(targets))):
+        if info.lora_rank is not None and info.lora_rank < shape.rank:
+            yield f"takes adapters up to rank {info.lora_rank}"
+        if "all" not in info.lora_targets and (missing := sorted(set(shape.targets) - set(info.lora_targets))):
             yield f"has no adapters on {', '.join(missing)}"
-        if int(info.get("max_loras_per_batch") or 2) < 2:
+        if info.loras_per_batch == 1:
             yield "takes one adapter per batch, but two are needed"
-        if loader and loader not in (info.get("custom_weight_loader") or ()):
+        if loader and loader not in info.loaders:
             yield "cannot update its own weights, as --space matrices needs: use --space lora, or install mezzo beside it"
-        if loader and info.get("dtype") != dtype:
-            weights = f"its weights as {info.get('dtype')!r}, the run as {dtype!r}"
+        if loader and info.dtype != dtype:
+            weights = f"its weights as {info.dtype!r}, the run as {dtype!r}"
             yield f"holds {weights}, and their updates would be rounded differently"
 
-    def _request(self, path: str, body: Mapping[str, Any] | None) -> Any:
-        """The server's answer to a GET (without a body) or a POST; a failure is explained."""
+    def _command(self, path: str, body: Mapping[str, Any]) -> None:
+        self._request(path, body, answers.refuse_failure)
+
+    def _request(self, path: str, body: Mapping[str, Any] | None, parse: Callable[[Any], T]) -> T:
+        """What `parse` reads from the answer; a failure is explained."""
+        data = self._post(path, body)
         try:
-            answer = self._send(path, body)
-        except (OSError, ValueError) as error:
-            detail = _error_detail(error)
-            if not self.run_started:
-                raise ConfigError(f"the server at {self.url} refused {path}: {detail}") from None
-            raise RunFailed(
-                f"the SGLang server at {self.url} failed ({detail}). The journal holds the run up to here: start a server "
-                "and continue with 'mezzo train --resume DIR --url URL'"
-            ) from None
-        if isinstance(answer, dict) and answer.get("success") is False:
-            reason = answer.get("error_message") or answer.get("message") or answer
-            raise RunFailed(f"the server at {self.url} refused {path}: {reason}")
-        return answer
+            return read_answer(data, parse)
+        except BadAnswer as error:
+            raise self._explain(path, error) from None
 
-    def _send(self, path: str, body: Mapping[str, Any] | None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-        with _OPENER.open(request, timeout=TIMEOUT if data else 30) as answer:
-            text = answer.read()
-            return None if path.startswith("/flush_cache") else json.loads(text)
+    def _post(self, path: str, body: Mapping[str, Any] | None) -> bytes:
+        try:
+            return self._send(path, body)
+        except BadAnswer as error:
+            raise self._explain(path, error) from None
 
+    def _explain(self, path: str, error: BadAnswer) -> MezzoError:
+        if not self.run_started:
+            return ConfigError(f"the server at {self.url} refused {path}: {error}")
+        return RunFailed(
+            f"the SGLang server at {self.url} failed ({error}). The journal holds the run up to here: start a server "
+            "and continue with 'mezzo train --resume DIR --url URL'"
+        )
 
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-def _error_detail(error: Exception) -> str:
-    if isinstance(error, urllib.error.HTTPError):
-        return f"HTTP {error.code}: {error.read()[:300].decode(errors='replace')}"
-    return str(error) or type(error).__name__
+    def _send(self, path: str, body: Mapping[str, Any] | None) -> bytes:
+        return send(self.url + path, body, 30 if body is None else TIMEOUT)
 
 
 def _launch_command(url: str, model: str, shape: AdapterShape | None, dtype: str, loader: str) -> str:

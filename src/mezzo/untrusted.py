@@ -1,0 +1,56 @@
+"""What comes from files and servers of unknown origin: bounded when it is read, harmless when it is shown."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+# Bytes of a file of settings, and dots in one of its keys: tomllib needs memory by the square of these.
+MAX_SETTINGS, MAX_DOTS = 2**18, 16
+# Strings and comments of TOML. What is not closed extends to the end: such a file is refused anyway.
+_TOML_TEXT = re.compile(
+    r'"""(?:\\.|[^\\])*?(?:"{3,5}|\\?\Z)|'
+    + r"'''.*?(?:'{3,5}|\Z)|"
+    + r'"(?:\\.|[^"\\\n])*"?|'
+    + r"'[^'\n]*'?|\#[^\n]*",
+    re.DOTALL,
+)
+_DOTTED_KEY = re.compile(rf"(?<![\w.\t -])(?:[\w-]*[\t ]*\.[\t ]*){{{MAX_DOTS}}}")
+# Control codes other than the end of a line and the tab, codes that turn the direction of text, halves of characters.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# In an address, and in one that was taken for a path: `http:/user:password@host`.
+_CREDENTIALS = re.compile(r"(?<=:/)(/?)[^\s/?#]*@")
+
+
+def without_credentials(text: str) -> str:
+    """Text whose addresses have lost user names and passwords."""
+    return _CREDENTIALS.sub(r"\1", text)
+
+
+def printable(text: str) -> str:
+    """Text that a terminal shows and does not obey: codes become escapes such as \\u001b, which JSON and TOML read back."""
+    return _UNPRINTABLE.sub(lambda code: f"\\u{ord(code[0]):04x}", text)
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """The content of a file; ValueError if it has more bytes, or may never end."""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is not a file")
+    with path.open("rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"it has more than {limit:,} bytes")
+    return data
+
+
+def read_settings(path: Path) -> Any:
+    """The content of a JSON or TOML file; ValueError or RecursionError if it cannot be one of settings."""
+    text = read_bytes(path, MAX_SETTINGS).decode()
+    if path.suffix == ".json":
+        return json.loads(text)
+    if _DOTTED_KEY.search(_TOML_TEXT.sub("", text)):
+        raise ValueError(f"a key has {MAX_DOTS} dots or more")
+    return tomllib.loads(text)
