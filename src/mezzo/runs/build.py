@@ -49,7 +49,8 @@ def new_run(
     check_installed(config.track)
     setup = resolve_setup(config, task)
     if _was_restarted(setup.config):
-        changes = {n: value for n in (*RESUMABLE, *CONTACTING) if (value := getattr(config, n)) is not None}
+        changes = {name: getattr(config, name) for name in RESUMABLE if getattr(config, name) is not None}
+        changes |= {name: getattr(setup.config, name) for name in CONTACTING if getattr(config, name) is not None}
         return resume_run(
             str(config.out), observe, changes | ({} if function else {"objective": config.objective}), function
         )

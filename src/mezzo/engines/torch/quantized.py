@@ -39,7 +39,7 @@ def compute_in_float32(model: nn.Module) -> None:
     it whatever type it was asked to compute in: the rounding is larger than the effect of a perturbation."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
 def is_quantized(model: nn.Module) -> bool:
