@@ -40,7 +40,7 @@ def compute_in_float32(model: nn.Module) -> None:
     modules: Iterator[Any] = model.modules()
     for module in modules:
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
 def is_quantized(model: nn.Module) -> bool:
