@@ -43,9 +43,7 @@ def main(folder: Path) -> None:
         task="sst-2",
         train=str(data),
         k=4,
-        steps=40,
-        lr=1e-3,
-        eval_every=20,
+        budget="4k",
         threads=1,
         out=str(folder / "run"),
     )

@@ -47,7 +47,7 @@ def main(folder: Path) -> None:
         writer.writerows(rows)
 
     # k=4: four examples per label for training, and four more per label to choose the best checkpoint.
-    run = mezzo.finetune(task=TASK, train=str(data), k=4, steps=30, eval_every=10, threads=1, out=str(folder / "run"))
+    run = mezzo.finetune(task=TASK, train=str(data), k=4, budget="10k", threads=1, out=str(folder / "run"))
     print(run)
 
     for row in mezzo.predict(["It works like a dream.", "The box was empty."], run.out):

@@ -11,8 +11,8 @@ import mezzo
 
 
 def main(sender: Path, receiver: Path) -> None:
-    run = mezzo.finetune(space="lora", steps=20, eval_every=10, eval_limit=50, threads=1, out=str(sender / "run"))
-    journal = mezzo.export(run.out, "journal", sender / "reviews.mezzo")
+    run = mezzo.finetune(space="lora", budget="2k", eval_limit=50, threads=1, out=str(sender / "run"))
+    journal = mezzo.export(run.out, "journal", sender / "questions.mezzo")
     print(f"{run.steps} steps in {journal.stat().st_size:,} bytes; digest {run.digest[:16]}")
 
     # Only this file is sent. Anyone with the same base model can rebuild the same weights from it, bit for bit.

@@ -340,7 +340,7 @@ def read_splits(name: str) -> dict[str, list[dict[str, str]]]:
 def test_data_card_describes_the_data():
     card = " ".join((DATA / "README.md").read_text(encoding="utf-8").split())
     split_data = import_script("split_data")
-    for name in ("reviews", "pairs"):
+    for name in ("questions", "reviews", "pairs"):
         splits = read_splits(name)
         assert f"{' | '.join(str(len(rows)) for rows in splits.values())} |" in card
         assert all(split_data.split_of(row) == split for split, rows in splits.items() for row in rows)

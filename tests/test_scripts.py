@@ -130,3 +130,14 @@ def test_step_kernels_script_reports_step_time_and_kernels():
     assert wrong.returncode == 2
     assert "robberta" in wrong.stderr
     assert "Traceback" not in wrong.stderr
+
+
+def test_no_question_resembles_one_of_another_split(tmp_path):
+    folder = SCRIPTS.parent / "src" / "mezzo" / "bundled" / "data" / "questions"
+    done = run_script("near_duplicates.py", str(folder))
+    assert (done.returncode, done.stdout) == (0, "0 pairs above 0.4 in 3514 sentences\n")
+    for split, text in (("train", "How tall is your fence?"), ("test", "How tall is the fence?")):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    done = run_script("near_duplicates.py", str(tmp_path))
+    assert done.returncode == 1
+    assert "How tall is your fence?  |  How tall is the fence?" in done.stdout

@@ -88,6 +88,7 @@ class Solve:
     _wanted: float = field(init=False, default=FIRST_EXAMPLES)
     """Examples that the next step should fit."""
     _gains: list[tuple[float, float]] = field(init=False, default_factory=list)
+    """Of each move that was taken, 0 where none was, and its standard error."""
     _loss: float = field(init=False, default=0.0)
 
     looks_ahead = False
@@ -153,7 +154,7 @@ class Solve:
             self.eps /= 4
             return
         gain, error, self._loss = notes["gain"], notes["gain_error"], record.losses[0]
-        self._gains.append((gain, error))
+        self._gains.append((gain if not record.update.empty else 0.0, error))
         self._wanted *= GROWTH if gain < CLEAR_GAIN * error else 1.0
         ratio = WANTED_CHANGE[self.dtype] / notes["change"] if notes["change"] > 0 else 4.0
         self.eps *= 2.0 ** max(-2, min(2, round(math.log2(ratio))))
@@ -162,8 +163,10 @@ class Solve:
     def finished(self) -> str:
         """Why no further step is worth its cost; empty while one is."""
         last = self._gains[-LAST_STEPS:]
-        total, error = sum(max(0.0, gain) for gain, _ in last), math.hypot(*(error for _, error in last))
-        if len(last) < LAST_STEPS or total > max(error, LEAST_GAIN * self._loss):
+        total = sum(gain for gain, _ in last)
+        # Held-out examples refuse gains within chance one by one.
+        chance = 0.0 if self.held_out else math.hypot(*(error for _, error in last))
+        if len(last) < LAST_STEPS or total > max(chance, LEAST_GAIN * self._loss):
             return ""
         return f"moves stopped helping: the last {LAST_STEPS} gained {total:.2g}"
 
