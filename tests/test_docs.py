@@ -304,6 +304,17 @@ def test_list_of_resumable_options_is_complete():
     assert sorted(named) == sorted(option_names(resumable=True))
 
 
+def test_every_guarantee_names_tests_that_exist():
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    rows = re.findall(r"^\| (?!promise|-)(.+) \| (.+) \|$", (DOCS / "guarantees.md").read_text(encoding="utf-8"), re.M)
+    assert len(rows) > 15
+    for promise, shown in rows:
+        names = re.findall(r"`(test_\w+)`", shown)
+        assert names, promise
+        for name in names:
+            assert f"def {name}(" in tests, name
+
+
 def test_every_page_is_in_the_navigation_once():
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     listed = re.findall(r"^  - [^:#]+: (\S+\.md)$", settings[settings.index("nav:") :], re.M)

@@ -57,7 +57,7 @@ def test_only_consecutive_skipped_steps_end_a_run(options):
 
     with pytest.raises(RunFailed, match=f"not a number for {MAX_SKIPS} steps in a row") as caught:
         api.finetune(**{**options, "steps": 200}, objective=objective)
-    assert "smaller --lr or --eps" in str(caught.value)
+    assert "A smaller --eps, or a smaller --lr" in str(caught.value)
     assert read(Path(options["out"])).steps == 4 * MAX_SKIPS
 
 

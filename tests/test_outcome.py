@@ -44,6 +44,12 @@ def assess(margins: list[float], labels: list[int], task: Task = SENTIMENT) -> A
     return Assessment(found, collect_answers(detail, examples(labels), task))
 
 
+def test_answer_without_a_score_is_wrong():
+    """NaN must not pass for the first label."""
+    answers = assess([np.nan, np.nan, -1.0, 1.0], [0, 1, 0, 1]).answers
+    assert answers.right == answers.calibrated_right == (False, False, True, True)
+
+
 # ---- chance
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import tomllib
 from dataclasses import replace
 
 import pytest
 
 from mezzo.cli import main
-from mezzo.cli.progress import event_line
+from mezzo.cli.progress import event_line, say
 from mezzo.journal.journal import NAME, read
 from mezzo.runs.model_card import model_card
 from mezzo.untrusted import printable
@@ -105,6 +107,46 @@ def test_events_are_shown_without_codes():
     assert_harmless(event_line("warning", {"text": CODES}))
 
 
+def test_what_is_said_has_no_codes_and_no_passwords(capsys):
+    say(f"{CODES} http://user:password@host/", colour=31)
+    shown = capsys.readouterr().out
+    assert shown.startswith("\x1b[31m") and shown.endswith("\x1b[0m\n")
+    assert_harmless(shown.removeprefix("\x1b[31m").removesuffix("\x1b[0m\n"))
+    assert shown.removesuffix("\x1b[0m\n").endswith(" http://host/")
+
+
+def test_summary_shows_codes_of_examples_and_labels(tiny_folder, workspace, capsys):
+    codes = CODES.replace("\ud800", "")
+    rows = [{"text": f"{codes} {n}", "label": ("bad", codes)[n % 2]} for n in range(12)]
+    (workspace / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {
+        "name": codes,
+        "columns": ["text"],
+        "template": "{text} [MASK]",
+        "labels": ["bad", codes],
+        "words": ["terrible", "great"],
+    }
+    (workspace / "task.json").write_text(json.dumps(task))
+    data, out = str(workspace / "data.jsonl"), str(workspace / "run")
+    command = ["train", "--model", tiny_folder, "--task", str(workspace / "task.json"), "--train", data, "--test", data]
+    assert main([*command, "--method", "spsa", "--steps", "2", "--threads", "1", "--device", "cpu", "--out", out]) == 0
+    shown = capsys.readouterr()
+    assert_harmless(shown.out)
+    assert not OBEYED.search(shown.err)
+
+
+def test_proposed_task_is_shown_without_codes(tiny_folder, workspace, capsys):
+    codes = CODES.replace("\ud800", "")
+    rows = [{"text": f"{codes} number {n}", "label": ("bad", codes)[n % 2]} for n in range(40)]
+    (workspace / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = workspace / "task.toml"
+    assert main(["tasks", "new", str(workspace / "data.jsonl"), "--model", tiny_folder, "--out", str(out)]) == 0
+    shown = capsys.readouterr()
+    assert not OBEYED.search(shown.out + shown.err)
+    assert not OBEYED.search(out.read_text())
+    assert main(["tasks", "show", str(out)]) == 0
+
+
 def test_printed_configuration_is_harmless_and_can_be_read_again(tiny_folder, tiny_data, workspace, capsys):
     template = "{text} 😀" + CODES.replace("\ud800", "") + " [MASK]"
     command = ["train", "--model", tiny_folder, "--task", "sst-2", "--train", tiny_data, "--print-config"]
@@ -114,6 +156,15 @@ def test_printed_configuration_is_harmless_and_can_be_read_again(tiny_folder, ti
     (workspace / "c.toml").write_text(shown)
     assert main(["train", "--config", str(workspace / "c.toml"), "--print-config"]) == 0
     assert capsys.readouterr().out == shown
+
+
+def test_configuration_printed_in_ascii_can_be_read_again(tiny_folder, tiny_data, workspace, monkeypatch):
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", shown)
+    command = ["train", "--model", tiny_folder, "--task", "sst-2", "--train", tiny_data, "--print-config"]
+    assert main([*command, "--template", "{text} 😀é [MASK]"]) == 0
+    printed = shown.buffer.getvalue().decode("ascii")
+    assert tomllib.loads(printed)["task"]["template"] == "{text} 😀é [MASK]"
 
 
 def test_task_of_a_journal_cannot_write_the_model_card(valid_run):

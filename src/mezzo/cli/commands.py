@@ -37,7 +37,9 @@ def train(options: Namespace) -> Any:
         if options.resume:
             raise ConfigError(f"a run's configuration is in {options.resume}/config.json")
         text = _toml(api.prepared_config(_all_options(options)))
-        print(text, end="", file=sys.stderr if options.json else sys.stdout)
+        file = sys.stderr if options.json else sys.stdout
+        known = text if shows_unicode(getattr(file, "encoding", None)) else _escape(text)
+        print(known, end="", file=file)
         return {"config": text}
     if torchrun.launched_this_process():
         with torchrun.join_ranks(str(_all_options(options).get("backend", OPTIONS["backend"].default))) as driver:
@@ -298,6 +300,11 @@ def _parse_json(line: str, name: str, number: int) -> Any:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{name}, line {number}: not valid JSON ({error})") from None
+
+
+def _escape(text: str) -> str:
+    """TOML in ASCII: all other characters are in strings."""
+    return "".join(sign if sign.isascii() else f"\\U{ord(sign):08x}" for sign in text)
 
 
 def _toml(config: dict[str, dict[str, Any]]) -> str:

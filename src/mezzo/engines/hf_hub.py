@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from mezzo.engines.architectures import positions_follow_padding
 from mezzo.errors import ModelError, nearest
-from mezzo.types import Family
+
+if TYPE_CHECKING:  # it imports NumPy, and reading options must be quick
+    from mezzo.types import Family
 
 # What the names of bundled models begin with, and their folder.
 BUNDLED, MODELS = "mezzo/", resources.files("mezzo") / "bundled" / "models"

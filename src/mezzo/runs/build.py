@@ -54,7 +54,8 @@ def new_run(config: RunConfig, observe: Observer, function: Function | None = No
     check_installed(config.track)
     setup = resolve_setup(config)
     if _was_restarted(setup.config):
-        changes = {n: value for n in (*RESUMABLE, *CONTACTING) if (value := getattr(config, n)) is not None}
+        changes = {name: getattr(config, name) for name in RESUMABLE if getattr(config, name) is not None}
+        changes |= {name: getattr(setup.config, name) for name in CONTACTING if getattr(config, name) is not None}
         return resume_run(
             str(config.out), observe, changes | ({} if function else {"objective": config.objective}), function
         )
@@ -290,11 +291,9 @@ def _check_named_again(remembered: dict[str, Any], given: dict[str, Any]) -> Non
     weights and figures go, what is asked of the hub, nor whose Ray cluster sends code to this machine."""
     for option in unnamed_options(remembered, given):
         if option.contacts:
-            other = ", or another," if option.resumable else ""
-            raise ConfigError(
-                f"this run used {option.flag} {remembered[option.name]!r}; name it again{other} to resume: "
-                f"{option.flag} {option.placeholder}"
-            )
+            again = "name it again, or another, to resume" if option.resumable else "name it again to resume"
+            used = f"{option.flag} {remembered[option.name]!r}"
+            raise ConfigError(f"this run used {used}; {again}: {option.flag} {option.placeholder}")
     for name in set(given) - set(RESUMABLE):
         if convert(name, given[name]) != remembered.get(name):
             raise ConfigError(f"a resumed run keeps its settings; {name} cannot change")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mezzo.tasks.task import Task
+from mezzo.untrusted import printable
 
 
 def to_toml(task: Task, comments: Iterable[str] = (), other_templates: Iterable[str] = ()) -> str:
@@ -17,7 +18,7 @@ def to_toml(task: Task, comments: Iterable[str] = (), other_templates: Iterable[
         "words": task.word_of
     }
     lines = [
-        *(f"# {comment}" for comment in comments),
+        *(f"# {printable(comment)}" for comment in comments),
         *(f"{key} = {_to_toml(value)}" for key, value in values.items()),
     ]
     lines += [f"# template = {_to_toml(template)}" for template in other_templates]
@@ -27,7 +28,7 @@ def to_toml(task: Task, comments: Iterable[str] = (), other_templates: Iterable[
 
 
 def _to_toml(value: Any) -> str:
-    """Strings, numbers and lists are written as in JSON, except for one character."""
+    """Strings, numbers and lists are written as in JSON, except for more characters that are escaped."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_to_toml(key)} = {_to_toml(item)}" for key, item in value.items()) + "}"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return printable(json.dumps(value, ensure_ascii=False))

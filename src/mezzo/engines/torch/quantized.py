@@ -37,10 +37,9 @@ def loading_options(kind: str, device: torch.device) -> dict[str, Any]:
 def compute_in_float32(model: nn.Module) -> None:
     """Keep bitsandbytes from rounding the inputs of 4-bit layers to bfloat16, as it does on CPUs that have instructions for
     it whatever type it was asked to compute in: the rounding is larger than the effect of a perturbation."""
-    modules: Iterator[Any] = model.modules()
-    for module in modules:
+    for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
 def is_quantized(model: nn.Module) -> bool:
