@@ -20,6 +20,7 @@ OPTIONS = {
     "train": TRAIN,
     "space": "lora",
     "device": "cpu",
+    "method": "spsa",
     "steps": 6,
     "batch_size": 8,
     "micro_batch": 2,
