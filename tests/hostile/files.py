@@ -47,7 +47,7 @@ def replace_compact_header(path: Path, header: Any, coefs: bytes | None = None, 
         sections.append(data[8 : 8 + length])
         data = data[8 + length :]
     sections[0] = zlib.compress(json.dumps(header).encode())
-    sections[1:] = [coefs or sections[1], keeps or sections[2]]
+    sections[3:] = [coefs or sections[3], keeps or sections[4]]
     body = b"".join(len(section).to_bytes(8, "little") + section for section in sections)
     return MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
 
