@@ -139,3 +139,11 @@ def test_it_learns_more_than_chance_on_the_bundled_questions(tmp_path):
     run = mezzo.finetune(task="questions", budget="60k", eval_limit=300, seed=1, threads=1, out=str(tmp_path / "run"))
     assert run.value is not None and run.zero_shot_calibrated is not None
     assert run.interval[0] > max(run.zero_shot, run.zero_shot_calibrated)
+
+
+def test_probes_that_are_adapters_of_one_direction_are_trained_by_spsa(options):
+    sglang = {"model": "mezzo/llama-mini", "task": "sst-2", "engine": "sglang", "train": options["train"]}
+    assert resolve_setup(from_mapping({**sglang, "space": "matrices"})).config.method == "spsa"
+    assert resolve_setup(from_mapping({**sglang, "space": "lora"})).config.method == "solve"
+    with pytest.raises(ConfigError, match="a probe is an adapter of one direction"):
+        resolve_setup(from_mapping({**sglang, "space": "matrices", "method": "solve"}))

@@ -21,6 +21,7 @@ from mezzo.drawing.text import shows_unicode
 from mezzo.errors import ConfigError, DataError, join_names
 from mezzo.journal.atomic_files import json_safe, write_atomically
 from mezzo.parallel.transports import torchrun
+from mezzo.runs.datasets import DEFAULT_TASK
 from mezzo.runs.defaults import choose_method
 from mezzo.runs.folder import Folder
 from mezzo.signal import measure
@@ -79,7 +80,7 @@ def _announce(options: Namespace) -> None:
         return
     config = api.resolve(_all_options(options))
     words = {"solve": "solving for each move", "spsa": "by slopes along random directions"}[choose_method(config)]
-    say(f"fine-tuning {config.model} on {config.task or 'reviews'}, {words}; loading …", sys.stderr)
+    say(f"fine-tuning {config.model} on {config.task or config.train or DEFAULT_TASK}, {words}; loading …", sys.stderr)
 
 
 def evaluate(options: Namespace) -> Any:

@@ -56,7 +56,7 @@ SHAPES = "roberta-mini, roberta-base, roberta-large, llama-mini, llama-1b, llama
 # fmt: off
 COMMANDS = {
     "train": Command(
-        help="fine-tune a model; without options, the bundled one on the bundled reviews",
+        help="fine-tune a model; without options, the bundled one on the bundled questions",
         arguments=(
             Argument("--resume", "continue a run folder where its journal ends", metavar="RUN"),
             Argument("--config", "TOML file with any of the options below, or a run folder's config.json", metavar="FILE"),
@@ -200,7 +200,7 @@ def build_parser() -> Parser:
     parser = Parser(
         "mezzo",
         description="Fine-tune language models with forward passes only.",
-        epilog="'mezzo train' alone fine-tunes a bundled model on bundled film reviews. "
+        epilog="'mezzo train' alone fine-tunes a bundled model on bundled questions. "
         "'mezzo COMMAND --help' explains a command.",
     )
     parser.add_argument("--version", action="version", version=f"mezzo {__version__}")

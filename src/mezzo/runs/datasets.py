@@ -27,6 +27,8 @@ from mezzo.tasks import (
 )
 from mezzo.types import Example, Family
 
+# What is trained where neither a task nor data is named.
+DEFAULT_TASK = "questions"
 # Share of the training data that becomes dev when no dev data is given.
 HELD_OUT = 0.1
 LARGEST_HELD_OUT = 500
@@ -47,7 +49,7 @@ class Splits:
 def find_task(config: RunConfig, family: Family) -> Task:
     """The configured task, with the run's template and label words where they are given."""
     mapping = OPTIONS["words"].split_pairs(config.words)
-    task = _read_task(config.task or "questions", family)
+    task = _read_task(config.task or DEFAULT_TASK, family)
     return MLMConfig(config.template, cast(Any, mapping) or None).apply(task, config.id_order)
 
 

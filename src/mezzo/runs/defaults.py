@@ -77,7 +77,7 @@ def apply_defaults(config: RunConfig, family: str) -> RunConfig:
     engine = ENGINES[config.engine]
     usual = ours.get("space", "lora")
     asked: str = config.space or (usual if engine.trains(usual) else engine.spaces[0])
-    config = config.replace(space=asked, method=choose_method(config))
+    config = config.replace(space=asked, method=choose_method(config, asked in engine.low_rank_spaces))
     space = asked if (family, asked) in PUBLISHED else "full"
     published = {**PUBLISHED[family, space], **ours.get(asked, {})}
     chosen: dict[str, Any] = {"noise": "lowrank" if asked in engine.low_rank_spaces else NOISE[config.dtype]}
@@ -94,8 +94,11 @@ def apply_defaults(config: RunConfig, family: str) -> RunConfig:
     return config
 
 
-def choose_method(config: RunConfig) -> str:
-    """The method that was asked for; else `solve` where the loss is a cross-entropy and no option of the other is given."""
+def choose_method(config: RunConfig, one_direction: bool = False) -> str:
+    """The method that was asked for; else `solve` where the loss is a cross-entropy and no option of the other is given.
+
+    `one_direction`: a probe is an adapter of the noise's rank, and cannot be the sum of many directions that a move is.
+    """
     objective = OBJECTIVES.get(config.objective)
     given = [OPTIONS[n] for n in option_names(of_method="spsa") if getattr(config, n) != OPTIONS[n].default]
     if config.method == "solve":
@@ -104,10 +107,15 @@ def choose_method(config: RunConfig) -> str:
             raise ConfigError(
                 f"--method solve needs a loss with slopes ({smooth}); {config.objective!r} is trained with --method spsa"
             )
+        if one_direction:
+            raise ConfigError(
+                f"--method solve does not train {config.space!r} on {config.engine}, where a probe is an adapter of one "
+                "direction: use --space lora, or --method spsa"
+            )
         if given:
             raise ConfigError(
                 f"--method solve has no {given[0].flag}: it decides how far to move by itself. Leave it out, or add --method spsa"
             )
     if config.method:
         return config.method
-    return "solve" if objective is not None and objective.smooth and not given else "spsa"
+    return "solve" if objective is not None and objective.smooth and not given and not one_direction else "spsa"
