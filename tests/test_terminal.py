@@ -87,7 +87,7 @@ main(sys.argv[1:])
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "fine-tuning mezzo/roberta-mini on reviews, solving for each move; loading"),
+        ([], "fine-tuning mezzo/roberta-mini on questions, solving for each move; loading"),
         (
             ["--task", "sst-2", "--lr", "1"],
             "fine-tuning mezzo/roberta-mini on sst-2, by slopes along random directions",

@@ -38,7 +38,9 @@ def read_compact_header(path: Path) -> dict[str, Any]:
     return json.loads(zlib.decompress(body[8 : 8 + int.from_bytes(body[:8], "little")]))
 
 
-def replace_compact_header(path: Path, header: Any, coefs: bytes | None = None, keeps: bytes | None = None) -> bytes:
+def replace_compact_header(
+    path: Path, header: Any, coefs: bytes | None = None, keeps: bytes | None = None, counts: bytes | None = None
+) -> bytes:
     """The bytes of a compact journal with another header (and other sections) and a valid checksum."""
     data = path.read_bytes()[len(MAGIC) + 4 :]
     sections = []
@@ -47,7 +49,8 @@ def replace_compact_header(path: Path, header: Any, coefs: bytes | None = None, 
         sections.append(data[8 : 8 + length])
         data = data[8 + length :]
     sections[0] = zlib.compress(json.dumps(header).encode())
-    sections[1:] = [coefs or sections[1], keeps or sections[2]]
+    sections[1] = counts or sections[1]
+    sections[3:] = [coefs or sections[3], keeps or sections[4]]
     body = b"".join(len(section).to_bytes(8, "little") + section for section in sections)
     return MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
 

@@ -18,7 +18,7 @@ import pytest
 from mezzo import api
 from mezzo.config.reading import TYPES
 from mezzo.errors import ConfigError, DataError, JournalError
-from mezzo.journal.compact import MAGIC, MAX_TERMS, export_compact
+from mezzo.journal.compact import MAGIC, export_compact
 from mezzo.journal.journal import NAME, read
 from mezzo.replay.snapshots import Snapshots
 from mezzo.runs.folder import Folder
@@ -262,11 +262,10 @@ def test_compact_journal_bomb_is_refused_within_memory(valid_run, tmp_path):
     export_compact(read(valid_run), tmp_path / "valid.mezzo")
     header = read_compact_header(tmp_path / "valid.mezzo")
     bomb = zlib.compress(bytes(300 * 2**20), 9)
+    counts = zlib.compress(b"\xff" * 4 * header["steps"])
     bombs = {
         "too many steps": replace_compact_header(tmp_path / "valid.mezzo", header | {"steps": 10**9}, bomb, bomb),
-        "too many samples": replace_compact_header(
-            tmp_path / "valid.mezzo", header | {"samples": MAX_TERMS}, bomb, bomb
-        ),
+        "too many directions": replace_compact_header(tmp_path / "valid.mezzo", header, bomb, bomb, counts),
         "decompresses to more": replace_compact_header(tmp_path / "valid.mezzo", header, bomb, bomb),
         "long header": replace_compact_header(tmp_path / "valid.mezzo", header | {"x": " " * (80 * 2**20)}),
     }
@@ -283,6 +282,8 @@ for path in sys.argv[1:]:
     done = run_with_memory_limit(code, *(str(tmp_path / f"{number}.mezzo") for number in range(4)), megabytes=250)
     assert done.stdout.count("refused") == 4, done.stderr
     assert "claims 1000000000 steps" in done.stdout
+    assert f"claims {(2**32 - 1) * header['steps']} directions" in done.stdout
+    assert "unpacks to more than it says" in done.stdout
 
 
 def test_parquet_bomb_is_refused(tmp_path, monkeypatch):
