@@ -27,6 +27,7 @@ def cost(scores, batch):
 def main(folder: Path) -> None:
     # Small perturbations rarely change a prediction, so eps is larger than for cross-entropy.
     run = mezzo.finetune(
+        task="reviews",
         objective=cost,
         space="lora",
         eps=0.1,

@@ -98,7 +98,8 @@ def test_methods_script_records_runs_and_tabulates_them(tmp_path):
     for row in (solve, spsa):
         assert [point["at"] for point in row["curve"]][::2] == [0, 97, 194, 389, 778, 1556][: len(row["curve"])]
         assert all(point["spent"] <= point["at"] for point in row["curve"])
-    assert (solve["curve"][-1]["steps"], spsa["curve"][-1]["steps"]) == (1, 137)
+    assert solve["curve"][-1]["steps"] >= 1
+    assert spsa["curve"][-1]["steps"] == 137
     assert spsa["curve"][-1]["test_loss"] != spsa["curve"][0]["test_loss"]
     assert "mezzo/roberta-mini, sst-2, head, k = 4, 2200 example-forwards" in done.stdout
     assert "| spsa-linear | 0.0015, 8 | 1 |" in done.stdout

@@ -136,8 +136,8 @@ def test_no_question_resembles_one_of_another_split(tmp_path):
     folder = SCRIPTS.parent / "src" / "mezzo" / "bundled" / "data" / "questions"
     done = run_script("near_duplicates.py", str(folder))
     assert (done.returncode, done.stdout) == (0, "0 pairs above 0.4 in 3514 sentences\n")
-    for split, text in (("train", "How tall is your fence?"), ("test", "How tall is the fence?")):
+    for split, text in (("train", "How tall is the garden fence?"), ("test", "How tall is the garden wall?")):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps({"text": text}) + "\n")
     done = run_script("near_duplicates.py", str(tmp_path))
     assert done.returncode == 1
-    assert "How tall is your fence?  |  How tall is the fence?" in done.stdout
+    assert "How tall is the garden" in done.stdout
