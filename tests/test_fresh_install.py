@@ -22,12 +22,12 @@ MAX_MODEL_BYTES = 14_000_000
 
 @pytest.mark.slow
 def test_default_run_beats_zero_shot_and_calibrated_zero_shot(tmp_path):
-    """`mezzo train` with only an output folder. docs/log.md has the results of three seeds."""
+    """`mezzo train` with only an output folder."""
     run = mezzo.finetune(out=str(tmp_path / "run"))
-    assert run.n_test >= 400
+    assert run.n_test >= 1000
     assert run.zero_shot_calibrated is not None
-    assert run.value >= run.zero_shot + 0.08
-    assert run.value > run.zero_shot_calibrated
+    assert run.interval[0] > max(run.zero_shot, run.zero_shot_calibrated) + 0.2
+    assert run.verdict.startswith("worked")
 
 
 @pytest.mark.slow
@@ -46,21 +46,21 @@ def test_installed_wheel_trains_from_an_empty_folder(tmp_path):
     subprocess.run(
         [*pip, "install", "--no-deps", "--target", str(installed), str(wheel)], check=True, timeout=patience(300)
     )
-    train = ["-m", "mezzo", "train", "--json", "--steps", "20", "--eval-limit", "50", "--threads", "1"]
+    train = ["-m", "mezzo", "train", "--json", "--steps", "2", "--eval-limit", "50", "--threads", "1"]
     environment = {**os.environ, "PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, *train], cwd=empty, env=environment, capture_output=True, text=True, timeout=patience(300)
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert (result["steps"], result["out"]) == (20, "runs/reviews-head-1")
+    assert (result["steps"], result["out"]) == (2, "runs/questions-head-1")
     imported = subprocess.run(
         [sys.executable, "-c", "import mezzo; print(mezzo.__file__)"], cwd=empty, env=environment, capture_output=True
     )
     assert Path(imported.stdout.decode().strip()).is_relative_to(installed)
 
 
-@pytest.mark.parametrize(("task", "min_rows", "min_test_rows"), [("reviews", 1000, 400), ("pairs", 200, 0)])
+@pytest.mark.parametrize(("task", "min_rows", "min_test_rows"), [("questions", 3000, 1000), ("reviews", 1000, 400), ("pairs", 200, 0)])
 def test_bundled_data_has_enough_distinct_examples(task, min_rows, min_test_rows):
     folder = ROOT / "src" / "mezzo" / "bundled" / "data" / task
     lines = {file.stem: file.read_text(encoding="utf-8").splitlines() for file in folder.glob("*.jsonl")}
