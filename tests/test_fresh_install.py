@@ -60,7 +60,9 @@ def test_installed_wheel_trains_from_an_empty_folder(tmp_path):
     assert Path(imported.stdout.decode().strip()).is_relative_to(installed)
 
 
-@pytest.mark.parametrize(("task", "min_rows", "min_test_rows"), [("questions", 3000, 1000), ("reviews", 1000, 400), ("pairs", 200, 0)])
+@pytest.mark.parametrize(
+    ("task", "min_rows", "min_test_rows"), [("questions", 3000, 1000), ("reviews", 1000, 400), ("pairs", 200, 0)]
+)
 def test_bundled_data_has_enough_distinct_examples(task, min_rows, min_test_rows):
     folder = ROOT / "src" / "mezzo" / "bundled" / "data" / task
     lines = {file.stem: file.read_text(encoding="utf-8").splitlines() for file in folder.glob("*.jsonl")}
