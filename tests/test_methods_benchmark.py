@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from mezzo.types import Slope, StepRecord, Update
-from tests.conftest import SENTENCES
-from tests.test_scripts import run_script
+from tests.test_scripts import run_script, write_sst2
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -82,10 +81,7 @@ def test_learning_rate_is_chosen_by_dev_loss_and_solve_is_timed_against_it(modul
 
 @pytest.mark.slow
 def test_methods_script_records_runs_and_tabulates_them(tmp_path):
-    (tmp_path / "SST-2").mkdir()
-    lines = "".join(f"{t}\t{y}\n" for y, texts in enumerate(SENTENCES.values()) for t in texts * 2)
-    for split in ("train", "dev"):
-        (tmp_path / "SST-2" / f"{split}.tsv").write_text("sentence\tlabel\n" + lines)
+    write_sst2(tmp_path)
     out, picture = tmp_path / "out.jsonl", tmp_path / "out.svg"
     command = ["--data", str(tmp_path), "--tasks", "sst-2", "--k", "4", "--seeds", "13", "--spaces", "head"]
     command += ["--methods", "solve,spsa-linear@1.5e-3", "--batch-sizes", "8", "--budget", "2.2k", "--device", "cpu"]

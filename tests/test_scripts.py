@@ -36,6 +36,14 @@ TINY = [
 ]
 
 
+def write_sst2(folder: Path) -> None:
+    """SENTENCES, twice, laid out as the benchmarks read SST-2."""
+    (folder / "SST-2").mkdir()
+    rows = "".join(f"{t}\t{y}\n" for y, texts in enumerate(SENTENCES.values()) for t in texts * 2)
+    for split in ("train", "dev"):
+        (folder / "SST-2" / f"{split}.tsv").write_text("sentence\tlabel\n" + rows)
+
+
 def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPTS / name), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -100,10 +108,7 @@ def test_bundled_data_is_split_by_the_script():
 @pytest.mark.slow
 def test_results_script_tabulates_zeroth_order_and_adam_runs(tmp_path):
     """`benchmarks/results.py` trains with forward passes and with Adam on the same examples."""
-    (tmp_path / "SST-2").mkdir()
-    rows = "".join(f"{t}\t{y}\n" for y, texts in enumerate(SENTENCES.values()) for t in texts * 2)
-    for split in ("train", "dev"):
-        (tmp_path / "SST-2" / f"{split}.tsv").write_text("sentence\tlabel\n" + rows)
+    write_sst2(tmp_path)
     grid = ["--data", str(tmp_path), "--k", "4", "--seeds", "13", "--steps", "2", "--device", "cpu", "--at-once", "1"]
     methods = "full@lr=1e-4,adam@epochs=2:lr=1e-3"
     done = run_script("../benchmarks/results.py", *grid, "--methods", methods, "--out", str(tmp_path / "out.jsonl"))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mezzo.config import flatten, from_file, from_mapping
 from mezzo.errors import ConfigError
-from mezzo.method.batches import batch_indices, make_batches
+from mezzo.method.batches import make_batches, take_indices
 from mezzo.method.estimators import Spsa
 from mezzo.method.method import EstimatorMethod, answer_questions
 from mezzo.method.noise import step_seed
@@ -44,8 +44,8 @@ def test_sgd_averages_slopes_clips_and_decays():
 
 @given(st.integers(0, 10**6), st.integers(1, 60), st.integers(1, 80), st.integers(0, 200))
 def test_batches_are_deterministic_and_an_epoch_has_each_example_once(seed, count, size, step):
-    assert batch_indices(seed, step, count, size) == batch_indices(seed, step, count, size)
-    stream = [i for s in range(step, step + 2 * count) for i in batch_indices(seed, s, count, size)]
+    assert take_indices(seed, step * size, count, size) == take_indices(seed, step * size, count, size)
+    stream = [i for s in range(step, step + 2 * count) for i in take_indices(seed, s * size, count, size)]
     first = -(step * size) % count
     epoch = stream[first : first + count]
     assert sorted(epoch) == list(range(count))

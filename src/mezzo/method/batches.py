@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -15,31 +15,14 @@ from mezzo.types import Batch, Prompt, Readout
 Batches = Callable[[int], Batch]
 
 
-def batch_indices(seed: int, step: int, count: int, size: int) -> list[int]:
-    """`size` consecutive places in an endless row of shuffled epochs; every epoch shows each example once."""
-    return take_indices(seed, step * size, count, size)
-
-
 def take_indices(seed: int, start: int, count: int, size: int) -> list[int]:
-    """The `size` places of that row from `start` on."""
+    """`size` places, from `start` on, in an endless row of shuffled epochs; every epoch shows each example once."""
     return [int(_epoch(seed, place // count, count)[place % count]) for place in range(start, start + size)]
-
-
-def make_batches(prompts: Sequence[Prompt], readout: Readout, seed: int, size: int) -> Batches:
-    """The training batches of a run; a set smaller than a batch is used whole at every step."""
-    if size >= len(prompts):
-        whole = Batch(tuple(prompts), readout)  # one and the same object: what an engine made of it may be kept
-        return lambda step: whole
-
-    def batch(step: int) -> Batch:
-        return Batch(tuple(prompts[index] for index in batch_indices(seed, step, len(prompts), size)), readout)
-
-    return batch
 
 
 @dataclass(frozen=True)
 class ExampleStream:
-    """The same row of shuffled epochs for batches whose size changes: `take` is a function of the place where it starts."""
+    """That row of examples: `take` is a function of the place where it starts."""
 
     prompts: tuple[Prompt, ...]
     readout: Readout
@@ -51,9 +34,20 @@ class ExampleStream:
     def take(self, start: int, size: int) -> Batch:
         """All prompts where `size` is as many, so that none occurs twice."""
         if size >= len(self):
-            return Batch(self.prompts, self.readout)
+            return self._whole
         indices = take_indices(self.seed, start, len(self), size)
         return Batch(tuple(self.prompts[index] for index in indices), self.readout)
+
+    @cached_property
+    def _whole(self) -> Batch:
+        """One and the same object: what an engine made of it may be kept."""
+        return Batch(self.prompts, self.readout)
+
+
+def make_batches(prompts: Sequence[Prompt], readout: Readout, seed: int, size: int) -> Batches:
+    """Batches of one size; a set smaller than that is used whole at every step."""
+    stream = ExampleStream(tuple(prompts), readout, seed)
+    return lambda step: stream.take(step * size, size)
 
 
 @lru_cache(maxsize=8)

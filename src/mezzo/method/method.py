@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from functools import cached_property
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from mezzo.method.batches import Batches
 from mezzo.method.estimators import Estimator
@@ -39,16 +40,21 @@ class Method(Protocol):
         """The example-forwards of a finished step: forward passes times the examples in each."""
         ...
 
+    def observe(self, record: StepRecord) -> None:
+        """See a finished step, also every earlier one when a run is resumed: what a method remembers follows from these."""
+        ...
+
+
+@runtime_checkable
+class DeviceMethod(Protocol):
+    """What a method has besides, where a device can run its steps by itself."""
+
     def device_step(self, step: int) -> DeviceStep | None:
-        """The same step as a device can run it by itself; None where it cannot."""
+        """The same step as a device can run it; None where it cannot."""
         ...
 
     def conclude(self, step: int, losses: Losses) -> StepRecord:
         """The record of a device step, from the losses that the device found."""
-        ...
-
-    def observe(self, record: StepRecord) -> None:
-        """See a finished step, also every earlier one when a run is resumed: what a method remembers follows from these."""
         ...
 
 
@@ -81,7 +87,12 @@ class EstimatorMethod:
         return DeviceStep(self.batches(step), self.estimator.ask(step), rule)
 
     def cost(self, record: StepRecord) -> int:
-        return len(record.losses) * len(self.batches(record.step))
+        return len(record.losses) * self._batch_size
+
+    @cached_property
+    def _batch_size(self) -> int:
+        """The same at every step."""
+        return len(self.batches(0))
 
     def observe(self, record: StepRecord) -> None:
         self.optimizer.observe(record)

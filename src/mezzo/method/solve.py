@@ -17,9 +17,8 @@ import numpy as np
 from mezzo.method.batches import ExampleStream
 from mezzo.method.method import Questions
 from mezzo.method.noise import step_seed
-from mezzo.method.objectives import Losses
 from mezzo.method.score_model import Floats, ScoreModel, cross_entropies, logits_of
-from mezzo.types import Batch, DeviceStep, Probe, Question, Scores, StepRecord, Update
+from mezzo.types import Batch, Probe, Question, Scores, StepRecord, Update
 
 # Examples of the first step; each step whose gain is less than so many standard errors makes the next one larger: the gradient
 # has become smaller than its noise, which more examples average out.
@@ -135,12 +134,6 @@ class Solve:
         if self.held_out is None:
             return self.train.take(self._taken + size.fitted, size.judged)
         return self.held_out.take(self._judged, size.judged)
-
-    def device_step(self, step: int) -> DeviceStep | None:
-        return None
-
-    def conclude(self, step: int, losses: Losses) -> StepRecord:
-        raise NotImplementedError("no device runs this method by itself")
 
     def cost(self, record: StepRecord) -> int:
         return int(record.notes["forwards"])

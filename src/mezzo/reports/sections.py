@@ -16,22 +16,10 @@ from mezzo.reports.changes import changes_section, classes_section
 from mezzo.reports.charts import run_charts
 from mezzo.reports.metrics import MAX_CHARACTERS, Event, RecordedEvaluation, finite_number
 from mezzo.reports.run_data import RunData
+from mezzo.runs.model_card import METHOD_OPTIONS
 
 # Mistakes that are visible without expanding the rest.
 VISIBLE_MISTAKES = 8
-METHOD_OPTIONS = (
-    "method",
-    "budget",
-    "objective",
-    "lr",
-    "schedule",
-    "eps",
-    "batch_size",
-    "samples",
-    "noise",
-    "weight_decay",
-    "seed",
-)
 
 
 def run_section(run: RunData, one_of_several: bool) -> str:
@@ -181,7 +169,7 @@ def _training_facts(run: RunData) -> str:
         ("template", task.get("template")),
         ("label words", words),
         ("data", "; ".join(run.metrics.data)),
-        *((name.replace("_", " "), config.get(name)) for name in METHOD_OPTIONS),
+        *((name.replace("_", " "), config.get(name)) for name in (*METHOD_OPTIONS, "weight_decay")),
         ("engine", " ".join(str(start[key]) for key in ("engine", "device") if key in start)),
         ("prefix cache", _prefix_cache(run.metrics.engine)),
         ("torch", start.get("torch")),

@@ -188,39 +188,14 @@ def _start(
 ) -> Session:
     """The session around an open engine and journal, its zero-shot evaluation done."""
     config = setup.config
-    budget = parse_budget(config.budget)
     events = Events(folder, observe, Health(config.objective, str(config.method)), Trackers())
     events.remember(earlier)
     events.trackers.start(config.track, folder.path, config.to_dict())
     if config.train and not earlier and not journal.content.steps:
         for line in describe_data(setup):
             events("data", {"step": 0, "text": line})
-    limits = Limits(
-        steps=config.steps or math.inf,
-        forwards=budget.forwards,
-        eval_every=config.eval_every or 0,
-        eval_forwards=EVALUATION_SHARE * len(setup.splits.dev),
-        patience=config.patience,
-        seconds=min(budget.seconds, 60 * config.time_limit if config.time_limit else math.inf),
-        snapshot_seconds=60 * config.snapshot_minutes,
-    )
-    dev = setup.splits.dev
-    method = make_method(setup, objective)
-    for record in journal.content.records:
-        method.observe(record)
-    trainer = MeZOTrainer(
-        engine,
-        method,
-        journal,
-        limits,
-        evaluate=(lambda: setup.evaluate(engine, dev)) if dev else None,
-        snapshots=folder.snapshots,
-        notify=events,
-        stop_reason=lambda: events.stop_reason,
-        spent=sum(map(method.cost, journal.content.records)),
-        start=journal.content.steps,
-        history=[(_parse_step(e), _parse_evaluation(e)) for e in earlier if e.get("event") == "evaluation"],
-    )
+    history = [(_parse_step(e), _parse_evaluation(e)) for e in earlier if e.get("event") == "evaluation"]
+    trainer = _make_trainer(setup, engine, folder, journal, objective, events, history)
     if isinstance(engine, Workers):
         folder.want_workers(None)  # what was asked of an earlier driver
         engine.attach_run(
@@ -241,6 +216,47 @@ def _start(
         session.close()  # releases the lock
         raise
     return session
+
+
+def _make_trainer(
+    setup: Setup,
+    engine: Engine,
+    folder: Folder,
+    journal: Journal,
+    objective: Objective,
+    events: Events,
+    history: list[tuple[int, Evaluation]],
+) -> MeZOTrainer:
+    """A trainer where the journal ends, its method's memory rebuilt from the records."""
+    method, records, dev = make_method(setup, objective), journal.content.records, setup.splits.dev
+    for record in records:
+        method.observe(record)
+    return MeZOTrainer(
+        engine,
+        method,
+        journal,
+        _make_limits(setup),
+        evaluate=(lambda: setup.evaluate(engine, dev)) if dev else None,
+        snapshots=folder.snapshots,
+        notify=events,
+        stop_reason=lambda: events.stop_reason,
+        spent=sum(map(method.cost, records)),
+        start=journal.content.steps,
+        history=history,
+    )
+
+
+def _make_limits(setup: Setup) -> Limits:
+    config, budget = setup.config, parse_budget(setup.config.budget)
+    return Limits(
+        steps=config.steps or math.inf,
+        forwards=budget.forwards,
+        eval_every=config.eval_every or 0,
+        eval_forwards=EVALUATION_SHARE * len(setup.splits.dev),
+        patience=config.patience,
+        seconds=min(budget.seconds, 60 * config.time_limit if config.time_limit else math.inf),
+        snapshot_seconds=60 * config.snapshot_minutes,
+    )
 
 
 def _was_restarted(config: RunConfig) -> bool:

@@ -83,26 +83,18 @@ def _sound(entry: Mapping[str, Any]) -> bool:
     return len(values) == 3 and all(isinstance(value, (int, float)) for value in values)
 
 
+# The options of a method that tell runs apart.
+METHOD_OPTIONS = ("method", "budget", "objective", "lr", "schedule", "eps", "batch_size", "samples", "noise", "seed")
+
+
 def _figure(entry: Mapping[str, Any]) -> str:
     low, high = entry["interval"]
     return f"{entry['value']:.1%} ({low:.1%} to {high:.1%})"
 
 
 def _method(config: Mapping[str, Any], header: Header) -> list[str]:
-    names = [
-        "space",
-        "method",
-        "budget",
-        "objective",
-        "lr",
-        "schedule",
-        "eps",
-        "batch_size",
-        "samples",
-        "noise",
-        "seed",
-    ]
-    names[1:1] = ["rank", "alpha"] if config.get("space") == "lora" else []
+    lora = ("rank", "alpha") if config.get("space") == "lora" else ()
+    names = ("space", *lora, *METHOD_OPTIONS)
     return [
         *("| option | |", "|---|---|", f"| base model | {_quote(_short(str(config['model'])))} |"),
         *(f"| {name.replace('_', ' ')} | {_quote(config[name])} |" for name in names if config.get(name) is not None),

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,27 +166,12 @@ class Session:
         steps, digest = trainer.step, self.engine.digest()
         best = trainer.best.step if trainer.best else steps
         test, task, method = self.setup.splits.test, self.setup.task, str(self.setup.config.method)
-        trained: Assessment | None = None
-        if test:
-            self._go_to(best)
-            detail, trained = self._test()
-            self.folder.write_mistakes(best, list_mistakes(test, detail, task))
+        trained = self._test_checkpoint(best) if test else None
         before, after = (each.evaluation if each else None for each in (self.untrained, trained))
         gains = measure_gains(self.untrained, trained, test, task)
         records = read(self.folder.path).records
         zero = sum(all(slope == 0 for slope in record.slopes) for record in records)
-        skipped = sum(bool(record.skipped) for record in records)
-        if skipped:
-            self.events.warn(
-                steps,
-                f"{skipped} of {steps} steps had no finite loss and were skipped: "
-                f"a smaller {'--lr or ' if method == 'spsa' else ''}--eps may help",
-            )
-        earlier = [
-            e["seconds"]
-            for e in self.earlier
-            if e.get("event") == "result" and isinstance(e.get("seconds"), (int, float))
-        ]
+        skipped = self._warn_about_skipped_steps(records)
         run = Run(
             out=str(self.folder.path),
             steps=steps,
@@ -206,7 +191,7 @@ class Session:
             zero_slope_share=zero / len(records) if records else 0.0,
             skipped_steps=skipped,
             digest=digest,
-            seconds=round((earlier[-1] if earlier else 0.0) + time.monotonic() - self.start_time, 2),
+            seconds=round(self._earlier_seconds() + time.monotonic() - self.start_time, 2),
             example_forwards=trainer.spent,
             moves=sum(not record.update.empty for record in records) if method == "solve" else None,
             stopped=trainer.stopped,
@@ -221,6 +206,29 @@ class Session:
         self.events("result", {"step": steps, **run.to_dict()})
         self.close()
         return run
+
+    def _test_checkpoint(self, step: int) -> Assessment:
+        """Test the weights after a step, and keep what they got wrong."""
+        self._go_to(step)
+        detail, assessment = self._test()
+        self.folder.write_mistakes(step, list_mistakes(self.setup.splits.test, detail, self.setup.task))
+        return assessment
+
+    def _warn_about_skipped_steps(self, records: Sequence[StepRecord]) -> int:
+        """How many steps were skipped."""
+        skipped = sum(bool(record.skipped) for record in records)
+        if skipped:
+            self.events.warn(
+                self.trainer.step,
+                f"{skipped} of {self.trainer.step} steps had no finite loss and were skipped: "
+                f"a smaller {'--lr or ' if self.setup.config.method == 'spsa' else ''}--eps may help",
+            )
+        return skipped
+
+    def _earlier_seconds(self) -> float:
+        """What the run had taken when it last ended, before it was resumed."""
+        results = [e.get("seconds") for e in self.earlier if e.get("event") == "result"]
+        return float(next((s for s in reversed(results) if isinstance(s, (int, float))), 0.0))
 
     def _go_to(self, step: int) -> None:
         """Bring the engine to a checkpoint: from its snapshot, else by replaying the journal."""

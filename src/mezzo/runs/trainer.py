@@ -16,7 +16,7 @@ from mezzo.engines.base import Engine
 from mezzo.errors import JournalError, RunFailed
 from mezzo.evaluation.evaluate import Evaluation, rank
 from mezzo.journal.journal import Journal
-from mezzo.method.method import Method, Questions, answer_questions
+from mezzo.method.method import DeviceMethod, Method, Questions, answer_questions
 from mezzo.replay.snapshots import Snapshots
 from mezzo.types import DeviceStep, Question, StepRecord
 
@@ -119,12 +119,12 @@ class MeZOTrainer:
 
     def _run_on_device(self, step: int) -> StepRecord | None:
         """The fast path, where the engine has one and the method can be described to it."""
-        pipeline = self.engine.pipeline
-        if pipeline is None or (device_step := self._upcoming.device_step(step)) is None:
+        pipeline, method = self.engine.pipeline, self._upcoming.device_method
+        if pipeline is None or method is None or (device_step := self._upcoming.device_step(step)) is None:
             return None
         following = None if step + 1 >= self.limits.steps else lambda: self._upcoming.device_step(step + 1)
         losses = pipeline.run(device_step, following)
-        return None if losses is None else self.method.conclude(step, losses)
+        return None if losses is None else method.conclude(step, losses)
 
     def _evaluate_if_due(self) -> None:
         """Evaluate before the first step, every `eval_every` steps and at the end."""
@@ -203,6 +203,7 @@ class _Upcoming:
 
     def __init__(self, method: Method) -> None:
         self.method = method
+        self.device_method = method if isinstance(method, DeviceMethod) else None
         self._questions: dict[int, tuple[Questions, Question]] = {}
         self._device_steps: dict[int, DeviceStep | None] = {}
 
@@ -217,7 +218,7 @@ class _Upcoming:
     def device_step(self, step: int) -> DeviceStep | None:
         if step not in self._device_steps:
             self._device_steps = {number: kept for number, kept in self._device_steps.items() if number == step - 1}
-            self._device_steps[step] = self.method.device_step(step)
+            self._device_steps[step] = self.device_method.device_step(step) if self.device_method else None
         return self._device_steps[step]
 
 
