@@ -114,6 +114,11 @@ MISTAKES = {
     "no data for the task": Mistake(
         ("train", "--task", "trec"), "task 'trec' has no bundled data", "pass --train FILE"
     ),
+    "labels of generated text": Mistake(
+        train(model="mezzo/llama-mini", task="squad", objective="accuracy"),
+        "accuracy counts labels, and task 'squad' generates texts",
+        "train on cross_entropy or f1",
+    ),
     "no such run": Mistake(("eval", "runs/mine"), "runs/mine does not exist", "name a run folder"),
     "a model for a run": Mistake(
         ("eval", "mezzo/roberta-mini"), "mezzo/roberta-mini does not exist", "and a model by --model"

@@ -11,6 +11,7 @@ import numpy as np
 from mezzo import reports
 from mezzo.config import OPTIONS, RunConfig, from_file, from_mapping
 from mezzo.engines.base import Engine
+from mezzo.engines.hf_hub import family_of, load_config
 from mezzo.errors import ConfigError, DataError
 from mezzo.evaluation.evaluate import Evaluation, refuse_nan
 from mezzo.journal.compact import export_compact
@@ -81,8 +82,7 @@ def open_session(
     rows = {name: list(source) if isinstance(source, Iterator) else source for name, source in rows.items()}
     named = {*given, *(("objective",) if function else ())}
     values = {**(from_file(Path(config), named) if config else {}), **given}
-    if isinstance(task, (Mapping, Task)):
-        values |= {"task": datasets.write_task(datasets.match_family(task, resolve(values)))}
+    values |= {"task": _written_task(task, values)} if isinstance(task, (Mapping, Task)) else {}
     values = with_task(values, rows.get("train"), observe)
     if rows:
         values |= datasets.save_rows(rows, resolve(values))
@@ -91,6 +91,13 @@ def open_session(
         files = " and ".join(f"{Path(file).name} as {split}" for split, file in found.items())
         observe("data", {"text": f"{resolved.train} also has {files}"})
     return new_run(resolved, observe, function)
+
+
+def _written_task(task: Mapping[str, Any] | Task, options: Mapping[str, Any], run: str | Path | None = None) -> str:
+    """A task given in Python as the value of the option, for the family of the model or of the run."""
+    model = resolve({name: options.get(name) for name in ("model", "remote_code")})
+    family = open_journal(run).header.family if run else family_of(load_config(model.model, model.remote_code))
+    return datasets.write_task(datasets.match_family(task, family, str(run or model.model)))
 
 
 def _is_path(value: Any) -> bool:
@@ -243,6 +250,8 @@ def predict(
 
 
 def _open(run: str | Path | None, at: int | None, options: dict[str, Any]) -> tuple[Engine, Setup]:
+    if isinstance(task := options.get("task"), (Mapping, Task)):
+        options = {**options, "task": _written_task(task, options, run)}
     if run is not None:
         return open_run(run, at, **options)
     space = "lora" if options.get("quantize") else "full"

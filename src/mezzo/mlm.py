@@ -50,7 +50,7 @@ def mezo_mlm_finetune(
     return trainer.train()
 
 
-@dataclass
+@dataclass(repr=False)
 class MeZOMLMTrainer(MeZOTrainer):
     """A trainer whose scores are the logits of one label word per class at the mask. Make one with `open`."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -14,6 +15,7 @@ from mezzo import api
 from mezzo.engines import open_engine
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.sglang.adapters import adapter_shape
+from mezzo.engines.sglang.inprocess import launch
 from mezzo.engines.sglang.model_facts import read_model_facts
 from mezzo.engines.sglang.server.engine import ServerEngine
 from mezzo.engines.sglang.server.loader import LOADER
@@ -25,6 +27,14 @@ from mezzo.method.space import Space
 from mezzo.runs.defaults import apply_defaults
 from tests.sglang.conftest import spec_of
 from tests.sglang.servers import free_port
+
+
+def test_processes_of_sglang_get_as_many_cores_as_omp_num_threads_says(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    for threads, said, cores in ((None, "2", "0,1"), (3, "2", "0,1,2"), (None, "", None)):
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+        spec = spec_of(Space("lora"), threads=threads)
+        assert launch._environment_variables(spec, cpu=True).get("SGLANG_CPU_OMP_THREADS_BIND") == cores
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,7 @@ def test_slot_changes_its_text(slot: Slot, text: str, shown: str) -> None:
         ("This is [MASK].", T4, ONE),
         ("[MASK]: {text}", T5, ONE),
         ("{premise:-}? [MASK], {hypothesis:l}", T2, TWO),
-        ("? [MASK],", T2, TWO),
+        ("{0:.?!}? [MASK], {1:l}", "? [MASK],", TWO),
         ("[MASK],", T3, TWO),
         ("{0}[MASK], {1:l}", T3, TWO),
         ("{0} [MASK], {1:l}", T3, TWO),
@@ -144,7 +144,7 @@ INVALID = {
     ("*cls**sent_x**mask*", ONE, "masked"): "unknown token '*sent_x*' in the template; did you mean 'sent_0'?",
     ("{text [MASK]", ONE, "masked"): "a lone '{' in the template; write '{{' for the character itself",
     ("{text:k} [MASK]", ONE, "masked"): (
-        "unknown change 'k' in '{text:k}'; use l or u (first letter), L (all letters), - or one of ?!.,;:"
+        "unknown change 'k' in '{text:k}'; use l or u (first letter), L (all letters), - or some of ?!.,;:"
     ),
     ("so [MASK]", ("a", "b", "c"), "masked"): (
         "a template without slots fits one or two texts, but the task has a, b, c; add slots"
@@ -181,5 +181,8 @@ def test_causal_demonstrations_precede_the_query_with_answers() -> None:
 
 
 def test_render_without_a_tokenizer() -> None:
-    assert render(parse(T2, TWO, "masked"), [" It rains. ", "Roads are wet."]) == "It rains? [MASK], roads are wet."
+    for template in (T2, "? [MASK],"):
+        nodes = parse(template, TWO, "masked")
+        assert render(nodes, [" It rains. ", "Roads are wet."]) == "It rains? [MASK], roads are wet."
+    assert render(nodes, ["It rains", "So."]) == render(nodes, ["It rains!", "So."]) == "It rains? [MASK], so."
     assert render(parse(T5, ONE, "masked"), ["Who?"]) == "[MASK]: Who?"

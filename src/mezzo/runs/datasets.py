@@ -53,15 +53,14 @@ def find_task(config: RunConfig, family: Family) -> Task:
     return MLMConfig(config.template, cast(Any, mapping) or None).apply(task, config.id_order)
 
 
-def match_family(task: Mapping[str, Any] | Task, config: RunConfig) -> Task:
+def match_family(task: Mapping[str, Any] | Task, family: Family, model: str) -> Task:
     """A task given in Python, for the model's family: a dict without one takes it, any other must have it."""
-    family = family_of(load_config(config.model, config.remote_code))
     stated = get_task({"family": family, **task} if isinstance(task, Mapping) else task)
     if stated.family == family:
         return stated
     known = any((each.name, each.family) == (stated.name, family) for each in list_tasks())
     remedy = f"take get_task({stated.name!r}, {family!r})" if known else f"give it family={family!r} and a template"
-    raise TaskError(f"task {stated.name!r} is for {stated.family} models, and {config.model} is {family}; {remedy}")
+    raise TaskError(f"task {stated.name!r} is for {stated.family} models, and {model} is {family}; {remedy}")
 
 
 def write_task(task: Task) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -17,7 +17,7 @@ from mezzo.errors import ConfigError, ModelError
 from mezzo.evaluation.evaluate import DetailedEvaluation, Evaluation, evaluate, evaluate_texts
 from mezzo.evaluation.rewards import TEXT_METRICS, Reward, RewardObjective, is_text_reward
 from mezzo.method import noise
-from mezzo.method.objectives import OBJECTIVES, Objective, ObjectiveFunction, get_objective, import_function
+from mezzo.method.objectives import METRICS, OBJECTIVES, Objective, ObjectiveFunction, get_objective, import_function
 from mezzo.method.space import ADAPTERS, Space
 from mezzo.runs.budget import parse_budget
 from mezzo.runs.datasets import Splits, find_task, load_splits, splits_beside_train
@@ -203,6 +203,7 @@ def resolve_setup(config: RunConfig, task: Task | None = None) -> Setup:
     task = task or find_task(config, family)
     if task.kind == "generation" and not ENGINES[config.engine].generates:
         raise ConfigError(f"task {task.name!r} needs generated text, which the {config.engine} engine does not produce")
+    refuse_label_metric(config.objective, task)
     tokenizer = load_tokenizer(config.model, config.remote_code)
     size = getattr(model_config, "vocab_size", None)
     vocabulary = size if isinstance(size, int) else None
@@ -211,6 +212,13 @@ def resolve_setup(config: RunConfig, task: Task | None = None) -> Setup:
         raise ConfigError(f"{config.objective} reads label words; this task's readout is {setup.readout.kind!r}")
     setup.refuse_unknown_tokens((*setup.readout.words, setup.pad_id))
     return setup
+
+
+def refuse_label_metric(objective: str, task: Task, of_texts: Collection[str] = tuple(TEXT_METRICS)) -> None:
+    """A metric of labels is a constant where answers are texts."""
+    if task.kind == "generation" and objective in METRICS and objective not in of_texts:
+        others = " or ".join(("cross_entropy", *of_texts))
+        raise ConfigError(f"{objective} counts labels, and task {task.name!r} generates texts: train on {others}")
 
 
 def make_space(config: RunConfig) -> Space:

@@ -47,7 +47,7 @@ class Best:
     evaluation: Evaluation
 
 
-@dataclass
+@dataclass(repr=False)
 class MeZOTrainer:
     """Trains an engine's tensors by a method. Iterate over `run()`: each item is the record of a finished step."""
 
@@ -75,6 +75,10 @@ class MeZOTrainer:
     def __post_init__(self) -> None:
         self.step, self._evaluated_at = self.start, self.spent
         self._upcoming = _Upcoming(self.method)
+
+    def __repr__(self) -> str:
+        best = f", best {self.best.evaluation} at step {self.best.step}" if self.best else ""
+        return f"<{type(self).__name__}: step {self.step}, {self.spent:,} example-forwards{best}>"
 
     @property
     def best(self) -> Best | None:

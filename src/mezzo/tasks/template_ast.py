@@ -31,7 +31,7 @@ class Slot:
     case: str = ""
     """`l` for the first letter in lower case, `u` in upper case, `L` for all of it in lower case; empty for as it is."""
     drop: str = ""
-    """`-` drops the last character whatever it is; any other character is dropped only if the text ends with it."""
+    """`-` drops the last character whatever it is; otherwise it is dropped if it is one of these."""
 
     def apply(self, text: str) -> str:
         """`text` as it appears in the prompt: stripped, with this slot's changes."""
@@ -41,7 +41,7 @@ class Slot:
         elif self.case:
             first = text[:1].lower() if self.case == "l" else text[:1].upper()
             text = first + text[1:]
-        if self.drop == "-" or (self.drop and text.endswith(self.drop)):
+        if self.drop == "-" or text.endswith(tuple(self.drop)):
             text = text[:-1]
         return " " + text if self.space else text
 

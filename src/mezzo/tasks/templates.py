@@ -176,7 +176,7 @@ def _add_slots(template: str, columns: tuple[str, ...], family: str) -> str:
     if len(columns) == 1:
         return "{0}" + ("" if starts_with_punctuation else " ") + body
     if len(columns) == 2:  # punctuation replaces that of the first text; the second continues in lower case
-        return ("{0:-}" if starts_with_punctuation else "{0} ") + body + " {1:l}"
+        return ("{0:.?!}" if starts_with_punctuation else "{0} ") + body + " {1:l}"
     raise TaskError(f"a template without slots fits one or two texts, but the task has {', '.join(columns)}; add slots")
 
 
@@ -191,9 +191,9 @@ def _parse_slot(spec: str, columns: tuple[str, ...], space: bool) -> Slot:
         raise TaskError(f"the template has {{{name}}}, and the task's texts are {slots}{nearest(name, columns)}")
     case = "".join(c for c in changes if c in _CASES)
     drop = "".join(c for c in changes if c in _DROPS)
-    if len(case) > 1 or len(drop) > 1 or len(case) + len(drop) < len(changes):
+    if len(case) > 1 or ("-" in drop and len(drop) > 1) or len(case) + len(drop) < len(changes):
         raise TaskError(
-            f"unknown change {changes!r} in '{{{spec}}}'; use l or u (first letter), L (all letters), - or one of"
+            f"unknown change {changes!r} in '{{{spec}}}'; use l or u (first letter), L (all letters), - or some of"
             f" {_PUNCTUATION}"
         )
     return Slot(index, space, case, drop)

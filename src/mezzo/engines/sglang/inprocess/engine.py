@@ -88,7 +88,7 @@ class InProcessEngine(SGLangEngine):
         return super().describe() | {
             "device": "cpu" if launch.runs_on_cpu(self.spec.device) else "cuda",
             "sglang": installed_version(),
-            "threads": self.spec.threads or os.cpu_count() or 1,
+            "threads": launch.thread_limit(self.spec) or os.cpu_count() or 1,
             "tp": self.spec.tp,
         }
 

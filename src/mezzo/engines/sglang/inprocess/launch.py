@@ -149,6 +149,12 @@ def runs_on_cpu(device: str) -> bool:
     return device == "cpu"
 
 
+def thread_limit(spec: EngineSpec) -> int | None:
+    """The threads of all ranks together, as the spec or OMP_NUM_THREADS says; None: as many as there are cores."""
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    return spec.threads or (int(said) if said.isdecimal() and int(said) else None)
+
+
 def _environment_variables(spec: EngineSpec, cpu: bool) -> dict[str, str]:
     """What SGLang's processes read from the environment; the user's own settings take precedence."""
     variables = {"PYTHONWARNINGS": "ignore"}
@@ -158,9 +164,10 @@ def _environment_variables(spec: EngineSpec, cpu: bool) -> dict[str, str]:
         variables["SGLANG_USE_CPU_ENGINE"] = "1"
         # Pinned threads that spin while waiting would starve other threads of their core.
         variables["OMP_WAIT_POLICY"] = "PASSIVE"
-    if cpu and (spec.tp > 1 or spec.threads):
-        # SGLang pins its threads; ranks on the same cores would wait for each other.
-        cores = sorted(os.sched_getaffinity(0))[: max(spec.threads or 0, spec.tp) if spec.threads else None]
+    threads = thread_limit(spec)
+    if cpu and (spec.tp > 1 or threads):
+        # SGLang pins its threads, as many as it finds cores; ranks on the same cores would wait for each other.
+        cores = sorted(os.sched_getaffinity(0))[: max(threads, spec.tp) if threads else None]
         shares = [cores[rank :: spec.tp] or [cores[rank % len(cores)]] for rank in range(spec.tp)]
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
     return {name: value for name, value in variables.items() if name not in os.environ}
