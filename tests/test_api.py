@@ -15,7 +15,7 @@ import mezzo
 from mezzo import api
 from mezzo.engines.hf_hub import locate
 from mezzo.errors import ConfigError, DataError, TaskError
-from mezzo.signal import measure
+from mezzo.signal import Signal, measure, summarize_slopes
 from mezzo.tasks import get_task
 
 QUICK = {"steps": 4, "batch_size": 4, "eval_every": 2, "eval_limit": 12, "threads": 1, "device": "cpu"}
@@ -247,6 +247,7 @@ def test_masked_lm_functions_and_trainer(write_rows, tmp_path):
     assert isinstance(trainer, mezzo.MeZOTrainer)
     assert trainer.label_words == {"negative": "bad", "positive": "good"}
     assert len(set(trainer.label_word_ids)) == 2
+    assert repr(trainer) == "<MeZOMLMTrainer: step 0, 0 example-forwards>"
     steps = [record.step for record in trainer.run()]
     assert steps == [0, 1, 2, 3]
     trainer.session.close()
@@ -266,6 +267,35 @@ def test_signal_of_label_words_exceeds_that_of_accuracy():
     assert small.zero_slope_share > 0.5
     assert words.signal_to_noise > small.signal_to_noise
     assert ("cross_entropy", "head", 1e-3) in by_setting
+
+
+def test_signal_recommends_only_what_differs_beyond_the_intervals():
+    draw = np.random.default_rng(0).normal
+    signal = {share: draw(size=(16, 1)) * share for share in (0.0, 0.3, 4.0)}
+    rows = [summarize_slopes(f"o{n}", "words", 0.1, signal[0.3] + draw(size=(16, 8))) for n in range(2)]
+    strong = summarize_slopes("strong", "words", 0.1, signal[4.0] + draw(size=(16, 8)))
+    for row, true in ((rows[0], 0.3), (strong, 4.0)):
+        assert row.interval[0] < row.signal_to_noise < row.interval[1]
+        assert row.interval[0] < true < row.interval[1]
+    close = Signal(tuple(rows))
+    assert close.recommendation.startswith(
+        "too close to tell apart: o0 @ 0.1, o1 @ 0.1; measure with more --directions"
+    )
+    assert Signal((*rows, strong)).recommendation.startswith("train with strong @ 0.1: signal to noise")
+    assert "{:.2f} … {:.2f}".format(*strong.interval) in str(Signal((strong,)))
+
+
+def test_evaluate_and_predict_take_a_task_as_finetune_does():
+    stated = get_task("sst-2").replace(name="mine", words=("bad", "good"))
+    rows = [{"text": "A fine film.", "label": "positive"}, {"text": "A bad film.", "label": "negative"}]
+    by_name = mezzo.evaluate(model=ROBERTA, task="sst-2", words="negative=bad,positive=good", data=rows, threads=1)
+    as_dict = {"name": "mine", "template": stated.template, "columns": ["text"], "words": stated.word_of}
+    for task in (stated, as_dict):
+        assert mezzo.evaluate(model=ROBERTA, task=task, data=rows, threads=1) == by_name
+    (found,) = mezzo.predict(["A fine film."], model=ROBERTA, task=stated, threads=1)
+    assert found["label"] in stated.labels
+    with pytest.raises(TaskError, match="is for causal models"):
+        mezzo.evaluate(model=ROBERTA, task=get_task("sst-2", "causal"), data=rows)
 
 
 def test_invalid_options_are_explained_in_one_line(write_rows, tmp_path):

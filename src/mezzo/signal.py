@@ -16,7 +16,7 @@ from mezzo.errors import ConfigError
 from mezzo.method.batches import make_batches
 from mezzo.method.estimators import Spsa
 from mezzo.method.objectives import get_objective
-from mezzo.runs.setup import resolve_setup
+from mezzo.runs.setup import refuse_label_metric, resolve_setup
 
 DEFAULT = "cross_entropy,head,accuracy@1e-3,accuracy@1e-2,accuracy@1e-1"
 
@@ -26,7 +26,8 @@ class ObjectiveSignal:
     """Slopes of one objective over random directions and batches.
 
     `signal_to_noise` compares how slopes differ between directions (what training uses) with how they differ between batches
-    of one direction (what only adds noise): the ratio of the two standard deviations, for one batch.
+    of one direction (what only adds noise): the ratio of the two standard deviations, for one batch. `interval` is its 95%
+    confidence interval.
     """
 
     objective: str
@@ -37,6 +38,7 @@ class ObjectiveSignal:
     smallest: float
     largest: float
     signal_to_noise: float
+    interval: tuple[float, float]
     slopes: int
 
 
@@ -51,12 +53,18 @@ class Signal:
 
     @property
     def recommendation(self) -> str:
-        """Prefer the objective whose slopes tell directions apart best; say so when none does."""
+        """The objective whose slopes tell directions apart best, if its interval is above all others."""
         best = max(self.rows, key=lambda row: row.signal_to_noise)
+        low = best.interval[0]
         if best.signal_to_noise < 0.1:
             return (
                 "no objective gives a usable signal here: check template and label words, or try a larger eps or batch"
             )
+        close = [_name(row) for row in self.rows if row.interval[1] >= low]
+        if len(close) > 1:
+            return f"too close to tell apart: {', '.join(close)}; measure with more --directions or --batches"
+        if low == 0:
+            return f"too close to no signal: {_name(best)}; measure with more --directions or --batches"
         text = f"train with {_name(best)}: signal to noise {best.signal_to_noise:.2f}"
         sparse = [row for row in self.rows if row.zero_slope_share > 0.2]
         if sparse:
@@ -64,10 +72,11 @@ class Signal:
         return text
 
     def __str__(self) -> str:
-        head = f"{'objective':<26} {'zero slopes':>11} {'mean |g|':>10} {'range':>21} {'signal/noise':>13}"
+        head = f"{'objective':<26} {'zero slopes':>11} {'mean |g|':>10} {'range':>21} {'signal/noise':>13} {'95%':>13}"
         lines = [
             f"{_name(r):<26} {r.zero_slope_share:>11.1%} {r.mean_abs_slope:>10.4g} "
-            f"{f'{r.smallest:.3g} … {r.largest:.3g}':>21} {r.signal_to_noise:>13.2f}"
+            f"{f'{r.smallest:.3g} … {r.largest:.3g}':>21} {r.signal_to_noise:>13.2f} "
+            f"{'{:.2f} … {:.2f}'.format(*r.interval):>13}"
             for r in self.rows
         ]
         return "\n".join([head, *lines, "", self.recommendation])
@@ -115,6 +124,8 @@ def _measure_readout(
     config: RunConfig, readout: str, objectives: list[tuple[str, float | None]], directions: int, batches: int
 ) -> list[ObjectiveSignal]:
     setup = resolve_setup(config)
+    for name, _ in objectives:
+        refuse_label_metric(name, setup.task, of_texts=())  # only scores are read here, no texts
     config = setup.config
     assert config.eps is not None and config.batch_size is not None
     train = setup.train_prompts
@@ -140,15 +151,12 @@ def _measure_readout(
                         slopes[name, eps][direction, number] = slope.value
     finally:
         engine.close()
-    return [_summarize(name, readout, eps, values) for (name, eps), values in slopes.items()]
+    return [summarize_slopes(name, readout, eps, values) for (name, eps), values in slopes.items()]
 
 
-def _summarize(name: str, readout: str, eps: float, slopes: npt.NDArray[np.float64]) -> ObjectiveSignal:
+def summarize_slopes(name: str, readout: str, eps: float, slopes: npt.NDArray[np.float64]) -> ObjectiveSignal:
     size = np.abs(slopes)
-    within = float(slopes.var(axis=1, ddof=1).mean())
-    # The variance of the directions' means holds a share of batch noise; without it, what is left is signal.
-    between = max(0.0, float(slopes.mean(axis=1).var(ddof=1)) - within / slopes.shape[1])
-    ratio = math.sqrt(between / within) if within else (math.inf if between else 0.0)
+    ratio, low, high = _signal_to_noise(slopes)
     return ObjectiveSignal(
         objective=name,
         readout=readout,
@@ -158,8 +166,31 @@ def _summarize(name: str, readout: str, eps: float, slopes: npt.NDArray[np.float
         smallest=float(size.min()),
         largest=float(size.max()),
         signal_to_noise=ratio,
+        interval=(low, high),
         slopes=slopes.size,
     )
+
+
+def _signal_to_noise(slopes: npt.NDArray[np.float64]) -> tuple[float, float, float]:
+    """The ratio and its 95% interval, from a one-way analysis of variance of slopes[directions, batches]."""
+    directions, batches = slopes.shape
+    within = float(slopes.var(axis=1, ddof=1).mean())
+    between = batches * float(slopes.mean(axis=1).var(ddof=1))
+    if not within:
+        return (math.inf, math.inf, math.inf) if between else (0.0, 0.0, 0.0)
+    # The variance of the directions' means holds a share of batch noise; without it, what is left is signal.
+    ratios = (
+        between / within / quantile for quantile in (1.0, *_f_quantiles(directions - 1, directions * (batches - 1)))
+    )
+    middle, low, high = (math.sqrt(max(0.0, ratio - 1) / batches) for ratio in ratios)
+    return middle, low, high
+
+
+def _f_quantiles(above: int, below: int, draws: int = 100_000) -> tuple[float, float]:
+    """The 97.5% and 2.5% quantiles of the F distribution, from fixed draws: NumPy has no inverse of it."""
+    draw = np.random.default_rng(0).chisquare
+    high, low = np.quantile(draw(above, draws) / above / (draw(below, draws) / below), (0.975, 0.025))
+    return float(high), float(low)
 
 
 def _name(row: ObjectiveSignal) -> str:

@@ -85,7 +85,12 @@ COMMANDS = {
         arguments=(
             Argument("--directions", "random directions [16]", type=int, default=16),
             Argument("--batches", "batches per direction [8]", type=int, default=8),
-            Argument("--objectives", "comma-separated, e.g. cross_entropy,accuracy@1e-3,head [all of these]", default=""),
+            Argument(
+                "--objectives",
+                "comma-separated: an --objective of train, or head; @ sets its eps"
+                " [cross_entropy,head,accuracy@1e-3,accuracy@1e-2,accuracy@1e-1]",
+                default="",
+            ),
         ),
     ),
     "bench": Command(
