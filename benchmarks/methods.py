@@ -25,7 +25,6 @@ from results import FILES, Job, data_options, run_all
 
 from mezzo.config import from_mapping
 from mezzo.engines.base import Engine
-from mezzo.engines.hf_hub import family_of, load_config
 from mezzo.errors import MezzoError
 from mezzo.evaluation.evaluate import score_prompts
 from mezzo.method.method import Method, answer_questions
@@ -42,8 +41,6 @@ METHODS = ("solve", *(name + shape for name in BASELINES for shape in ("", "-lin
 ADAM_RATE = 3e-5
 # Checkpoints: the budget and what is left of it after each division by √2, as far as a 32nd.
 HALVINGS = 5
-# Prompts for causal models, where the package's task has one for masked models only.
-CAUSAL_TEMPLATES = {"sst-5": "{text} It was", "mr": "{text} It was", "trec": "Question: {text}\nType of answer:"}
 Figures = dict[str, float]
 
 
@@ -160,7 +157,7 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
         chosen: dict[str, Any] = {
             **(data_options(task, options.data, options.out.parent) if task in FILES else {}),
             "model": model,
-            "task": find_task(model, task, options.out.parent),
+            "task": task,
             "space": space,
             "k": None if k == "all" else int(k),
             "seed": int(seed),
@@ -176,16 +173,6 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
                 key = {**cell, "method": method.partition("@")[0], **setting}
                 jobs.append({"key": key, "options": chosen})
     return jobs
-
-
-def find_task(model: str, task: str, folder: Path) -> str:
-    """The task's name; for a causal model that the package has no prompt for, a file with one."""
-    if task not in CAUSAL_TEMPLATES or family_of(load_config(model)) == "masked":
-        return task
-    causal = get_task(task).replace(family="causal", template=CAUSAL_TEMPLATES[task], max_length=2048)
-    path = folder / f"{task}-causal.json"
-    path.write_text(json.dumps(causal.as_dict()), encoding="utf-8")
-    return str(path)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

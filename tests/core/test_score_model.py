@@ -17,11 +17,11 @@ def make_model(seed: int, directions: int = 7, examples: int = 40, classes: int 
     labels = rng.integers(classes, size=examples)
     changes = rng.normal(size=(directions, examples, classes))
     changes[0, np.arange(examples), labels] += signal
-    return ScoreModel(rng.normal(size=(examples, classes)), changes, labels)
+    return ScoreModel(rng.normal(size=(examples, classes)), changes.astype(np.float32), labels)
 
 
 def torch_loss(model: ScoreModel, alpha: torch.Tensor, ridge: float = 0.0) -> torch.Tensor:
-    logits = torch.from_numpy(model.base) + torch.tensordot(alpha, torch.from_numpy(model.changes), 1)
+    logits = torch.from_numpy(model.base) + torch.tensordot(alpha, torch.from_numpy(model.changes).double(), 1)
     return F.cross_entropy(logits, torch.from_numpy(model.labels)) + ridge / 2 * alpha @ alpha
 
 
@@ -31,7 +31,7 @@ def test_slopes_and_curvature_are_those_of_autograd(seed):
     zero = torch.zeros(7, dtype=torch.float64, requires_grad=True)
     (gradient,) = torch.autograd.grad(torch_loss(model, zero), zero)
     hessian = torch.autograd.functional.hessian(lambda a: torch_loss(model, a), zero)
-    np.testing.assert_allclose(model.slopes(), gradient.numpy(), atol=1e-12)
+    np.testing.assert_allclose(model.slopes(), gradient.numpy(), atol=1e-6)
     assert model.mean_curvature() == pytest.approx(float(hessian.trace()) / 7)
 
 
@@ -40,12 +40,12 @@ def test_the_fit_is_where_autograd_finds_no_slope(ridge):
     model = make_model(5, directions=20, examples=60)
     alpha = torch.tensor(model.fit(ridge), requires_grad=True)
     (gradient,) = torch.autograd.grad(torch_loss(model, alpha, ridge), alpha)
-    assert float(gradient.norm()) < 1e-4 * max(1.0, float(np.linalg.norm(model.slopes())))
+    assert float(gradient.norm()) < 1e-3 * max(1.0, float(np.linalg.norm(model.slopes())))
 
 
 def test_separable_examples_do_not_send_the_fit_to_infinity():
     labels = np.array([0, 1] * 8)
-    changes = np.zeros((1, 16, 2))
+    changes = np.zeros((1, 16, 2), np.float32)
     changes[0, np.arange(16), labels] = 1.0
     alpha = ScoreModel(np.zeros((16, 2)), changes, labels).fit(1e-3)
     assert np.isfinite(alpha).all() and 1 < alpha[0] < 20

@@ -24,8 +24,10 @@ Floats = npt.NDArray[np.float64]
 # Ridges that are tried, relative to the mean curvature along a direction.
 RIDGES = 0.01 * 4.0 ** np.arange(8)
 FOLDS = 4
-# Newton's iterations: those of a fit, and those at each ridge of the path that cross-validation follows.
-MAX_ITERATIONS, PATH_ITERATIONS = 30, 2
+# Newton's iterations of a fit. Cross-validation takes one at each ridge, from the fit of the ridge before it.
+MAX_ITERATIONS = 30
+# A fit ends when an iteration lowers the loss by no more than this share of it.
+TOLERANCE = 1e-5
 # The score of a candidate that an example does not have.
 ABSENT = -1e30
 
@@ -55,12 +57,13 @@ class ScoreModel:
 
     base: Floats
     """[B, C]"""
-    changes: Floats
-    """[n, B, C]: per unit of each direction."""
+    changes: npt.NDArray[np.float32]
+    """[n, B, C]: per unit of each direction, in the precision that scores come in."""
     labels: Labels
 
     def logits(self, coefficients: Floats) -> Floats:
-        return self.base + np.tensordot(coefficients, self.changes, 1)
+        change = coefficients.astype(np.float32) @ self.changes.reshape(len(self.changes), -1)
+        return self.base + change.reshape(self.base.shape)
 
     def losses(self, coefficients: Floats) -> Floats:
         return cross_entropies(self.logits(coefficients), self.labels)
@@ -71,7 +74,9 @@ class ScoreModel:
 
     def mean_curvature(self) -> float:
         """Of the mean loss, along a direction: what a ridge is measured by."""
-        return float(np.trace(self._derivatives(np.zeros(len(self.changes)))[1]) / len(self.changes))
+        chances = _softmax(self.base)
+        mean = (self.changes * chances).sum(axis=-1, keepdims=True)
+        return float(((self.changes - mean) ** 2 * chances).sum() / len(self.labels) / len(self.changes))
 
     def take(self, rows: npt.NDArray[np.bool_]) -> ScoreModel:
         return ScoreModel(self.base[rows], self.changes[:, rows], self.labels[rows])
@@ -87,31 +92,35 @@ class ScoreModel:
             slope, length = float(gradient @ direction), 1.0
             while (lower := self._penalised(alpha - length * direction, ridge)) > value - 1e-4 * length * slope:
                 length /= 2
-                if length < 1e-6:
+                if length < 1e-4:
                     return alpha
             alpha, gain, value = alpha - length * direction, value - lower, lower
-            if gain <= 1e-8 * abs(value):
+            if gain <= TOLERANCE * abs(value):
                 break
         return alpha
 
-    def fit_path(self, ridges: Sequence[float], iterations: int = MAX_ITERATIONS) -> list[Floats]:
+    def fit_path(self, ridges: Sequence[float]) -> list[Floats]:
         """The fits for several ridges, each from that for the next larger one."""
         fits: dict[float, Floats] = {}
         alpha = np.zeros(len(self.changes))
         for ridge in sorted(ridges, reverse=True):
-            alpha = fits[ridge] = self.fit(ridge, alpha, iterations)
+            alpha = fits[ridge] = self.fit(ridge, alpha)
         return [fits[ridge] for ridge in ridges]
 
     def choose_ridge(self, seed: int) -> tuple[float, float]:
         """The ridge that predicts best what was not fitted, by cross-validation over the examples, and the mean gain that it
         promises there. No forward pass is needed."""
-        ridges = (max(self.mean_curvature(), 1e-12) * RIDGES).tolist()
+        ridges = (max(self.mean_curvature(), 1e-12) * RIDGES)[::-1].tolist()
         folds = noise.order(seed, "folds", len(self.labels)) % FOLDS
-        losses = np.zeros(len(ridges))
-        for fold in range(FOLDS):
-            inside, outside = self.take(folds != fold), self.take(folds == fold)
-            losses += [outside.losses(alpha).sum() for alpha in inside.fit_path(ridges, PATH_ITERATIONS)]
-        best = int(losses.argmin())
+        parts = [(self.take(folds != fold), self.take(folds == fold)) for fold in range(FOLDS)]
+        fits = [np.zeros(len(self.changes)) for _ in parts]
+        losses: list[float] = []
+        for ridge in ridges:
+            fits = [inside.fit(ridge, alpha, 1) for (inside, _), alpha in zip(parts, fits, strict=True)]
+            losses.append(sum(outside.losses(alpha).sum() for (_, outside), alpha in zip(parts, fits, strict=True)))
+            if min(losses[-2:]) > min(losses):
+                break  # smaller ridges only overfit further
+        best = int(np.argmin(losses))
         gain = float(cross_entropies(self.base, self.labels).mean() - losses[best] / len(self.labels))
         return ridges[best], gain
 
@@ -119,14 +128,17 @@ class ScoreModel:
         return float(self.losses(alpha).mean() + ridge / 2 * alpha @ alpha)
 
     def _derivatives(self, alpha: Floats) -> tuple[Floats, Floats]:
-        """Gradient and Hessian of the mean loss."""
-        logits = self.logits(alpha)
-        chances = np.exp(logits - log_sum_exp(logits))
+        """Gradient and Hessian of the mean loss. The Hessian decides how fast the iteration converges, not where to."""
+        chances = _softmax(self.logits(alpha)).astype(np.float32)
         residual = chances.copy()
         residual[np.arange(len(self.labels)), self.labels] -= 1
-        count = len(self.labels)
-        gradient = np.tensordot(self.changes, residual, 2) / count
-        centred = self.changes - (self.changes * chances).sum(axis=-1, keepdims=True)
-        # The Hessian decides how fast the iteration converges, not where to: single precision is enough, and twice as fast.
-        weighted = (centred * np.sqrt(chances / count)).reshape(len(alpha), -1).astype(np.float32)
-        return gradient, (weighted @ weighted.T).astype(np.float64)
+        count, flat = len(self.labels), self.changes.reshape(len(alpha), -1)
+        gradient = flat @ residual.ravel() / count
+        weighted = (self.changes * np.sqrt(chances)).reshape(flat.shape)
+        mean = np.einsum("nbc,bc->nb", self.changes, chances)
+        hessian = (weighted @ weighted.T - mean @ mean.T) / count
+        return gradient.astype(np.float64), hessian.astype(np.float64)
+
+
+def _softmax(logits: Floats) -> Floats:
+    return np.exp(logits - log_sum_exp(logits))  # type: ignore[no-any-return]

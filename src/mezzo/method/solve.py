@@ -118,7 +118,7 @@ class Solve:
         losses = _losses_per_example(tried, judges)
         chosen, gain, error = choose_move(losses, HELD_OUT_MARGIN if self.held_out else 0.0)
         notes |= {
-            "change": float(self.eps * np.sqrt(_centred(model.changes).var())),
+            "change": float(self.eps * model.changes.std()),
             "ridge": ridge,
             "expected": expected,
             "caution": CAUTIONS[chosen] if chosen is not None else math.inf,
@@ -171,7 +171,8 @@ def make_model(scores: Scores, batch: Batch, eps: float) -> tuple[ScoreModel | N
     finite = [bool(np.isfinite(member).all()) for member in logits]
     if not finite[0] or not any(finite[1:]):
         return None, finite[1:]
-    return ScoreModel(logits[0], (logits[1:][finite[1:]] - logits[0]) / eps, batch.labels), finite[1:]
+    changes = _centred((logits[1:][finite[1:]] - logits[0]) / eps).astype(np.float32)
+    return ScoreModel(logits[0], changes, batch.labels), finite[1:]
 
 
 def choose_move(losses: Floats, margin: float = 0.0) -> tuple[int | None, float, float]:

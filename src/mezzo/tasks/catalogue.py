@@ -160,7 +160,11 @@ TASKS: dict[str, Fields] = {
         },
         "encoding": "latin-1",
         "masked": _short(T5),
-        "causal": "Question: {text}\nAnswer type:",
+        "causal": {
+            "template": "Question: {text}\nAnswer type:",
+            # In lower case they are single tokens for many more models.
+            "words": ("description", "entity", "expression", "human", "location", "number"),
+        },
         "sample": {"text": "Which river runs through Vienna ?"},
     },
     "ag-news": {

@@ -119,13 +119,18 @@ class TorchEngine:
         return out
 
     def probe_points(self, probes: Sequence[Probe]) -> list[ProbePoint]:
-        """The probes in the groups that share a forward. A graph serves one direction: with graphs, only probes along the same
-        directions share one."""
+        """The probes in the groups that share a forward."""
         size = self.micro_batch.members
         groups = [tuple(probes[first : first + size]) for first in range(0, len(probes), size)]
         if self.graphs is not None:
-            groups = [tuple(same) for group in groups for _, same in itertools.groupby(group, key=_seeds_of)]
+            groups = [part for group in groups for part in self._split_for_graphs(group)]
         return [ProbePoint(group, self.device) for group in groups]
+
+    def _split_for_graphs(self, group: tuple[Probe, ...]) -> list[tuple[Probe, ...]]:
+        """A graph serves one direction: only probes along the same directions share one. Where every probe has its own and a
+        member's tensors are small, one large forward without a graph is faster than a graph for each."""
+        same = [tuple(probes) for _, probes in itertools.groupby(group, key=_seeds_of)]
+        return [group] if len(same) == len(group) and not self.population.large else same
 
     def padded_rows(self, batch: Batch) -> list[PaddedRows]:
         """The micro-batches of a batch; those of the last one are kept."""

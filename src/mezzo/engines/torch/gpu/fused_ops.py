@@ -132,7 +132,7 @@ class FusedOps(ReferenceOps):
         value = flat.values
         flat_buffer.update[_grid(value.numel(), GENERATE)](
             _bit_patterns(value), value.numel(), *self._chunk_table(flat), device_update.keys, device_update.coefs,
-            quantiles(self.source.device), TERMS=len(device_update.update.terms), KIND=philox.KINDS[self.source.kind],
+            quantiles(self.source.device), len(device_update.update.terms), KIND=philox.KINDS[self.source.kind],
             DECAY=flat.decay, DTYPE=DTYPES[value.dtype], **GENERATE, **NO_FMA,
         )  # fmt: skip
 
@@ -161,8 +161,8 @@ class FusedOps(ReferenceOps):
         matrices.update[(*_grid(value.numel(), shape), len(launch.entries))](
             _bit_patterns(value), value.numel(), launch.entries, device_update.keys, device_update.coefs,
             quantiles(self.source.device), signs, signs.shape[-1], rows, width,
-            float(np.float32(1 / np.sqrt(rank))) if rank else 1.0,
-            RANK=rank, ALIGNED=width % ALIGN == 0, TERMS=len(device_update.update.terms), KIND=kind,
+            float(np.float32(1 / np.sqrt(rank))) if rank else 1.0, len(device_update.update.terms),
+            RANK=rank, ALIGNED=width % ALIGN == 0, KIND=kind,
             DECAY=launch.trained.decay, DTYPE=DTYPES[value.dtype], **shape, **NO_FMA,
         )  # fmt: skip
 
@@ -170,7 +170,7 @@ class FusedOps(ReferenceOps):
         count = value.numel()
         flat_buffer.perturb[_grid(count, GENERATE)](
             value, out, count, keys, keys if numbers is None else numbers, point.keys, point.scales,
-            quantiles(self.source.device), MEMBERS=len(point.probes), TERMS=len(point.seeds),
+            quantiles(self.source.device), len(point.seeds), MEMBERS=len(point.probes), SINGLE=point.single,
             KIND=philox.KINDS[self.source.kind], FLAT=numbers is not None, **GENERATE, **NO_FMA,
         )  # fmt: skip
 

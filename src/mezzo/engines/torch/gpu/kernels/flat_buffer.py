@@ -52,12 +52,15 @@ def _program_chunks(keys, numbers, count, FLAT: tl.constexpr, CHUNKS: tl.constex
 
 
 @triton.jit
-def perturb(value, out, count, keys, numbers, seeds, scales, table, MEMBERS: tl.constexpr, TERMS: tl.constexpr,
-            KIND: tl.constexpr, FLAT: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
-    """out[m] = θ + Σ scale[m, k]·z(seed k). θ is read once for all members, and the noise of one seed is generated once."""
+def perturb(value, out, count, keys, numbers, seeds, scales, table, terms, MEMBERS: tl.constexpr,
+            SINGLE: tl.constexpr, KIND: tl.constexpr, FLAT: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
+    """out[m] = θ + Σ scale[m, k]·z(seed k). θ is read once for all members, and the noise of a single seed is generated once.
+
+    The number of terms is an argument, so that one compiled kernel serves every move of many terms.
+    """
     offset, mask, key, _, number = _program_chunks(keys, numbers, count, FLAT, CHUNKS)
     theta = tl.load(value + offset, mask=mask, other=0).to(tl.float32)
-    if TERMS == 1:
+    if SINGLE:
         seed = tl.load(seeds).to(tl.uint64, bitcast=True)
         z = philox.scaled_noise(1.0, seed, key, number, table, KIND, CHUNKS)
         for member in tl.static_range(MEMBERS):
@@ -66,22 +69,22 @@ def perturb(value, out, count, keys, numbers, seeds, scales, table, MEMBERS: tl.
     else:
         for member in tl.static_range(MEMBERS):
             perturbed = theta
-            for term in range(TERMS):
+            for term in range(terms):
                 seed = tl.load(seeds + term).to(tl.uint64, bitcast=True)
-                scale = tl.load(scales + member * TERMS + term)
+                scale = tl.load(scales + member * terms + term)
                 perturbed += philox.scaled_noise(scale, seed, key, number, table, KIND, CHUNKS)
             tl.store(out + member * count + offset, perturbed.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def update(value, count, keys, numbers, seeds, coefs, table, TERMS: tl.constexpr, KIND: tl.constexpr,
-           DECAY: tl.constexpr, DTYPE: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
+def update(value, count, keys, numbers, seeds, coefs, table, terms, KIND: tl.constexpr, DECAY: tl.constexpr,
+           DTYPE: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
     """θ ← fl(keep·θ), then θ ← fl(θ − fl(c·z)) term by term, in place. coefs[0] is keep."""
     offset, mask, key, rounding_key, number = _program_chunks(keys, numbers, count, True, CHUNKS)
     acc = rounding.to_float32(tl.load(value + offset, mask=mask, other=0), DTYPE)
     if DECAY:
         acc = acc * tl.load(coefs)
-    for term in range(TERMS):
+    for term in range(terms):
         seed = tl.load(seeds + term).to(tl.uint64, bitcast=True)
         coef = tl.load(coefs + 1 + term)
         step = philox.scaled_noise(coef, seed, key, number, table, KIND, CHUNKS)

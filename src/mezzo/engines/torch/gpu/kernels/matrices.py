@@ -119,9 +119,9 @@ def _scaled_factor_product(scale, chunk, mask, exists, left, right, rows, width,
 
 
 @triton.jit(do_not_specialize=["rows"])
-def update(value, count, entries, seeds, coefs, table, signs, term_stride, rows, width, unit,
-           RANK: tl.constexpr, ALIGNED: tl.constexpr, TERMS: tl.constexpr, KIND: tl.constexpr, DECAY: tl.constexpr,
-           DTYPE: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
+def update(value, count, entries, seeds, coefs, table, signs, term_stride, rows, width, unit, terms,
+           RANK: tl.constexpr, ALIGNED: tl.constexpr, KIND: tl.constexpr, DECAY: tl.constexpr, DTYPE: tl.constexpr,
+           CHUNKS: tl.constexpr):  # fmt: skip
     """θ ← fl(keep·θ), then θ ← fl(θ − fl(c·z)) term by term, in place, for matrices of `count` elements each.
 
     entries[matrix]: its offset from `value` in elements; the keys of its noise and of its rounding bits; the offset of its
@@ -140,7 +140,7 @@ def update(value, count, entries, seeds, coefs, table, signs, term_stride, rows,
     acc = rounding.to_float32(stored, DTYPE)
     if DECAY:
         acc = acc * tl.load(coefs)
-    for term in range(TERMS):
+    for term in range(terms):
         coef = tl.load(coefs + 1 + term)
         if KIND == FACTORS:
             left = signs + term * term_stride + tl.multiple_of(tl.load(entry + 3), 64)

@@ -83,8 +83,8 @@ class NoiseBuffer:
         """Write the noise under `seed` into `values`: zeros, perturbed with a scale of one."""
         count = self.zeros.numel()
         flat_buffer.perturb[(triton.cdiv(count, ALIGN * FILL["CHUNKS"]),)](
-            self.zeros, self.values, count, self.keys, self.numbers, seed, self.one, quantiles(self.zeros.device),
-            MEMBERS=1, TERMS=1, KIND=philox.KINDS[self.kind], FLAT=True, **FILL,
+            self.zeros, self.values, count, self.keys, self.numbers, seed, self.one, quantiles(self.zeros.device), 1,
+            MEMBERS=1, SINGLE=True, KIND=philox.KINDS[self.kind], FLAT=True, **FILL,
         )  # fmt: skip
 
 
