@@ -298,6 +298,17 @@ def test_evaluate_and_predict_take_a_task_as_finetune_does():
         mezzo.evaluate(model=ROBERTA, task=get_task("sst-2", "causal"), data=rows)
 
 
+@pytest.mark.parametrize(("task", "items"), [("sst-2", SENTIMENT), ("copa", COPA), ("squad", SQUAD)])
+def test_demonstrations_precede_prompts_of_every_kind(task, items, write_rows):
+    options = {"model": LLAMA, "task": task, "data": items[:3], "max_new_tokens": 2, "threads": 1}
+    plain = mezzo.evaluate(**options)
+    data = write_rows("train.jsonl", items)
+    shown = mezzo.evaluate(**options, train=data, demonstrations=len(items) - 1)
+    assert shown.n == plain.n
+    assert shown.loss != plain.loss
+    assert shown == mezzo.evaluate(**options, train=data, demonstrations=len(items) - 1)
+
+
 def test_invalid_options_are_explained_in_one_line(write_rows, tmp_path):
     data = write_rows("train.jsonl", SENTIMENT)
     valid = {"task": "sst-2", "train": data, "dev": data, "out": str(tmp_path / "r"), **QUICK}

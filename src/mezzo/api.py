@@ -255,7 +255,9 @@ def _open(run: str | Path | None, at: int | None, options: dict[str, Any]) -> tu
     if run is not None:
         return open_run(run, at, **options)
     space = "lora" if options.get("quantize") else "full"
-    setup = resolve_setup(resolve({"space": space, **options}))
+    # Demonstrations are drawn from all of --train: nothing is held out of it, since nothing is trained.
+    whole = {"dev": options.get("train")} if options.get("demonstrations") and not options.get("k") else {}
+    setup = resolve_setup(resolve({"space": space, **whole, **options}))
     return setup.open_engine(), setup
 
 

@@ -1,4 +1,4 @@
-"""Demonstrations: one per label, never the example itself, deterministic, and truncated first."""
+"""Demonstrations: one per label, or any number before a causal prompt; never the example itself, and cut first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mezzo.errors import TaskError
+from mezzo.errors import MezzoWarning, TaskError
 from mezzo.tasks import Encoder, get_task
 from mezzo.tasks.demonstrations import Demonstrations
 from mezzo.tasks.truncation import truncate_lengths
@@ -93,22 +93,59 @@ def test_template_may_contain_its_demonstrations(roberta: Any) -> None:
         Encoder(task.replace(template="*sent_0**mask**labelx_2*"), roberta, demonstrations=POOL)
 
 
-def test_causal_demonstrations_precede_the_query(opt: Any) -> None:
-    encoder = Encoder(get_task("sst-2", "causal"), opt, demonstrations=POOL)
-    shown = encoder.render(Example({"text": "a"}), (0, 0))
-    first, second, last = shown.removeprefix("<s>").split("\n\n")
-    assert first.startswith("film ") and first.endswith(" It was terrible")
-    assert second.startswith("movie ") and second.endswith(" It was great")
-    assert last == "a It was"
+COPA = {"premise": "It rains.", "question": "effect", "choice1": "We wait.", "choice2": "We go."}
+SQUAD = {"title": "Rain", "context": "It rains.", "question": "What?", "answers": ["it rains", "rains"]}
+ANSWER = "\nContext: It rains.\nQuestion: What?\nAnswer:"
 
 
-def test_unusable_demonstrations_are_rejected(roberta: Any, opt: Any) -> None:
+@pytest.mark.parametrize(
+    ("task", "field", "row", "label", "query", "answer"),
+    [
+        ("sst-2", "text", {}, 1, "{} It was", " great"),
+        ("rte", "premise", {"hypothesis": "So."}, 1, '{}\nDoes this mean that "So." is true? Yes or No?\n', "No"),
+        ("copa", "premise", COPA, 1, "{} so", " we go."),
+        ("squad", "title", SQUAD, 0, "Title: {}" + ANSWER, " it rains"),
+    ],
+)
+def test_causal_prompt_follows_solved_examples(
+    task: str, field: str, row: dict[str, Any], label: int, query: str, answer: str, opt: Any
+) -> None:
+    """As published: the ids are those of the whole text, for classification, choice and generation."""
+    pool = [Example({**row, field: f"film {i}"}, label) for i in range(5)]
+    encoder = Encoder(get_task(task, "causal"), opt, max_length=500, demonstrations=pool, in_context=3)
+
+    def shown(example: Example) -> list[str]:
+        text = encoder.render(example).removeprefix("<s>")
+        assert list(encoder.encode(example).ids) == opt("<s>" + text, add_special_tokens=False)["input_ids"]
+        assert encoder.encode(example).position == len(encoder.encode(example).ids) - 1
+        return text.split("\n\n")
+
+    *solved, last = shown(Example({**row, field: "movie"}, label))
+    assert last == query.format("movie")
+    names = [text.removeprefix("Title: ")[:6] for text in solved]
+    assert solved == [query.format(name) + answer for name in names]
+    assert len(set(names)) == 3
+    for example in pool:  # the same ones for every prompt, but none for itself
+        *others, last = shown(example)
+        assert len(others) == 3 and last + answer not in others
+        assert [each for each in solved if each in others] == [each for each in solved if each != last + answer]
+    with pytest.raises(TaskError, match="6 demonstrations of 5 training examples; give more data, or ask for fewer"):
+        Encoder(get_task(task, "causal"), opt, demonstrations=pool, in_context=6)
+
+
+def test_solved_examples_that_do_not_fit_are_cut_at_their_beginning(opt: Any) -> None:
+    task, query = get_task("sst-2", "causal"), Example({"text": "movie"})
+    whole = Encoder(task, opt, max_length=500, demonstrations=POOL).encode(query).ids
+    with pytest.warns(MezzoWarning, match="do not fit into prompts of 20 tokens, and the first are cut"):
+        cut = Encoder(task, opt, max_length=20, demonstrations=POOL).encode(query).ids
+    assert cut == whole[:1] + whole[-19:], "the BOS token stays"
+
+
+def test_unusable_demonstrations_are_rejected(roberta: Any) -> None:
     with pytest.raises(TaskError, match=r"^task 'sst-2': no demonstration of label 'positive'; give at least one"):
         Encoder("sst-2", roberta, demonstrations=POOL[:4])
     with pytest.raises(TaskError, match="the only demonstration of label 'negative' is the example itself"):
         Encoder("sst-2", roberta, demonstrations=POOL[3:]).encode(POOL[3])
-    with pytest.raises(TaskError, match="'copa' is a choice task; demonstrations need a task with labels"):
-        Encoder("copa", opt, demonstrations=POOL)
     with pytest.raises(TaskError, match="a head reads the text alone"):
         Encoder("sst-2", roberta, demonstrations=POOL, readout="head")
 

@@ -8,7 +8,7 @@ from mezzo.errors import TaskError
 from mezzo.tasks import Task
 from mezzo.tasks.catalogue import T1, T2, T3, T4, T5
 from mezzo.tasks.template_ast import LabelWord, Slot, SpecialToken, Text
-from mezzo.tasks.templates import append_demonstrations, ends_with_space, parse, prepend_demonstrations, render
+from mezzo.tasks.templates import append_demonstrations, ends_with_space, parse, render
 
 ONE, TWO = ("text",), ("premise", "hypothesis")
 CLS, MASK, SEP = SpecialToken("cls"), SpecialToken("mask"), SpecialToken("sep", advance=True)
@@ -172,12 +172,6 @@ def test_masked_demonstrations_follow_the_query_with_masks_filled() -> None:
         + "*sent-_4*?*labelx_1*,*+sentl_5**sep+*"
     )
     assert nodes == parse(explicit, TWO, "masked")
-
-
-def test_causal_demonstrations_precede_the_query_with_answers() -> None:
-    nodes = prepend_demonstrations(parse("{text} It was", ONE, "causal"), columns=1, count=1)
-    was = Text(" It was")
-    assert nodes == (Slot(1), was, LabelWord(0, of_demo=True), Text("\n\n"), Slot(0), was)
 
 
 def test_render_without_a_tokenizer() -> None:

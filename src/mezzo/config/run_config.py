@@ -97,7 +97,8 @@ class RunConfig:
         "tokens of a prompt at most; sentences are cut, the template never [the task's]",
         at_least=1, commands=(*USE, "bench"), reopen="question", aliases=("max_seq_length",))
     demonstrations: int = option("task", 0,
-        "solve one example per label beside each prompt; evaluation averages this many draws of them",
+        "causal model: put this many solved training examples before each prompt (32 as published); masked model: solve one"
+        " example per label beside it, evaluation averages this many draws",
         at_least=0, at_most=1024, commands=("eval",), reopen="question")
     readout: str = option("task", "auto", "auto, words (label words), head (fresh classification head) or candidates",
         choices="mezzo.tasks.encoder:READOUTS", commands=USE)

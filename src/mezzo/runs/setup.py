@@ -30,6 +30,8 @@ from mezzo.types import Example, Family, Prompt, Readout
 ROWS = 128
 # From how many training examples on those that judge a step are taken from them: so many are not seen again soon.
 MANY_EXAMPLES = 2000
+# Tokens of a prompt with its demonstrations, as published.
+LONGEST_PROMPT = 2048
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Setup:
             readout=cast(Any, self.config.readout),
             vocabulary=self._needs_vocabulary,
             seed=self.config.seed,
+            in_context=self.config.demonstrations,
         )
 
     @property
@@ -174,7 +177,9 @@ class Setup:
         prompts = self.encode(examples)
         if self.task.kind == "generation":
             return evaluate_texts(engine, prompts, self.readout, self.decode, self.config.max_new_tokens)
-        draws = [self.encode(examples, draw) for draw in range(1, self.config.demonstrations)]
+        # Of a masked model's demonstrations; those of a causal one are the same for all prompts.
+        count = self.config.demonstrations if self.family == "masked" else 0
+        draws = [self.encode(examples, draw) for draw in range(1, count)]
         # The candidates of a choice have no prior in common: their first and second place mean nothing.
         calibrate = self.task.kind == "classification"
         return evaluate(engine, prompts, self.readout, self.task.metric, draws, calibrate)
@@ -237,7 +242,10 @@ def make_space(config: RunConfig) -> Space:
 
 
 def _max_length(config: RunConfig, task: Task, longest: int | None, tokenizer: Any) -> int | None:
-    """Tokens of a prompt: as configured, else the task's, and never more than the model or its tokenizer takes."""
+    """Tokens of a prompt: as configured, else the task's, and never more than the model or its tokenizer takes. Solved examples
+    before a causal prompt may fill all of it."""
+    if config.demonstrations and task.family == "causal" and config.max_length is None:
+        return min(longest or LONGEST_PROMPT, TokenizerWrapper(tokenizer).max_length or LONGEST_PROMPT, LONGEST_PROMPT)
     if longest is None:
         return config.max_length
     if config.max_length is not None and config.max_length > longest:

@@ -1,4 +1,5 @@
-"""Choosing demonstrations: one labelled example per label, never the example itself, the same on every machine."""
+"""Choosing demonstrations, never the example itself, the same on every machine: one per label for masked models, any number
+for causal ones."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ import zlib
 from collections.abc import Sequence
 
 from mezzo.errors import TaskError
+from mezzo.tasks import templates
 from mezzo.tasks.task import Task
 from mezzo.types import Example
 
 
 class Demonstrations:
-    """A pool of labelled examples. A choice depends on (seed, example index, sampling number) and on nothing else."""
+    """A pool to choose one example per label from, by (seed, example index, sampling number) and nothing else."""
 
     def __init__(self, task: Task, pool: Sequence[Example], seed: int = 0) -> None:
         if task.kind != "classification":
@@ -41,3 +43,27 @@ class Demonstrations:
             raise TaskError(f"the only demonstration of label {name!r} is the example itself; give at least two")
         order = random.Random(key).sample(range(len(others)), len(others))
         return others[order[sampling % len(others)]]
+
+
+class InContextExamples:
+    """Solved examples to put before a causal prompt: `count` of the pool at random, the same ones for every prompt."""
+
+    def __init__(self, task: Task, pool: Sequence[Example], count: int, seed: int = 0) -> None:
+        if count > len(pool):
+            raise TaskError(
+                f"{count} demonstrations of {len(pool)} training examples; give more data, or ask for fewer"
+            )
+        self.task, self.count = task, count
+        # One more: it takes the place of an example that would demonstrate itself.
+        self.chosen = random.Random(f"{seed}/demonstrations").sample(list(pool), min(count + 1, len(pool)))
+
+    def choose(self, example: Example) -> list[Example]:
+        texts = self.task.texts(example)
+        return [each for each in self.chosen if self.task.texts(each) != texts][: self.count]
+
+    def solve(self, example: Example) -> str:
+        """The prompt of an example with its right answer."""
+        task = self.task
+        answer = task.answers(example)[0 if task.kind == "generation" else example.label]
+        gap = "" if templates.ends_with_space(task.nodes) else " "
+        return (templates.render(task.nodes, task.texts(example)) + gap + answer).strip()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from mezzo.errors import TaskError, nearest
+from mezzo.errors import MezzoWarning, TaskError, nearest
 from mezzo.tasks import templates
-from mezzo.tasks.demonstrations import Demonstrations
+from mezzo.tasks.demonstrations import Demonstrations, InContextExamples
 from mezzo.tasks.label_words import distinct_ids, label_word_ids, word_ids
 from mezzo.tasks.registry import get_task
 from mezzo.tasks.task import Task
@@ -37,8 +38,9 @@ class Encoder:
     """Encodes examples of `task` for the model of `tokenizer`.
 
     Texts are cut to fit `max_length` (the task's, unless given), the template never. `demonstrations` is a pool of
-    labelled examples; one per label joins each prompt, chosen by (`seed`, example index, sampling number): `demo_choice`
-    is the sampling number, or (example index, sampling number).
+    labelled examples. For a causal model, `in_context` of them (all, unless given) precede every prompt, and the first
+    are cut where they do not fit. For a masked one, one per label follows each prompt, chosen by (`seed`, example index,
+    sampling number): `demo_choice` is the sampling number, or (example index, sampling number).
     """
 
     def __init__(
@@ -50,12 +52,20 @@ class Encoder:
         readout: ReadoutName = "auto",
         vocabulary: bool = False,
         seed: int = 0,
+        in_context: int | None = None,
     ) -> None:
         self.task = get_task(task)
         self.tokenizer = TokenizerWrapper(tokenizer)
         try:
             self.readout = self._choose_readout(readout, vocabulary)
-            self._demonstrations = Demonstrations(self.task, demonstrations, seed) if demonstrations else None
+            self._demonstrations: Demonstrations | None = None
+            self._in_context: InContextExamples | None = None
+            self._encoded: dict[str, Ids] = {}
+            if demonstrations and self._puts_them_before():
+                count = len(demonstrations) if in_context is None else in_context
+                self._in_context = InContextExamples(self.task, demonstrations, count, seed)
+            elif demonstrations:
+                self._demonstrations = Demonstrations(self.task, demonstrations, seed)
             self._label_ids = self._encode_labels()
             self._nodes = self._prepare_nodes()
             self._template_length = max(1, sum(self._max_template_tokens(prepared) for prepared in self._nodes))
@@ -71,6 +81,8 @@ class Encoder:
         self._truncate(node_ids, self.max_length - longest)
         if not any(node_ids):  # an empty causal prompt: there must be a token to predict from
             node_ids[0] = self.tokenizer.special_token("bos")
+        room = self.max_length - longest - sum(map(len, node_ids))
+        node_ids[0] += self._fit(self._encode_in_context(example), room)
         prompt_ids = tuple(token for ids in node_ids for token in ids)
         assert len(prompt_ids) + longest <= self.max_length
         return Prompt(
@@ -86,7 +98,8 @@ class Encoder:
     def full_length(self, example: Example, demo_choice: int | tuple[int, int] | None = None) -> int:
         """Tokens that the prompt and its longest candidate would have if nothing were cut to `max_length`."""
         node_ids, candidates = self._encode_parts(example, demo_choice)
-        return sum(map(len, node_ids)) + max(map(len, candidates), default=0)
+        in_context = self._encode_in_context(example)
+        return len(in_context) + sum(map(len, node_ids)) + max(map(len, candidates), default=0)
 
     def batch(self, examples: Iterable[Example], demo_choice: int | None = None) -> Batch:
         """The prompts of several examples, scored together."""
@@ -143,14 +156,19 @@ class Encoder:
             raise TaskError("the template contains demonstrations; give some, or remove them from the template")
         if self._demonstrations is None or explicit:
             return task.nodes
-        join = templates.append_demonstrations if task.family == "masked" else templates.prepend_demonstrations
-        return join(task.nodes, columns, len(task.labels))
+        return templates.append_demonstrations(task.nodes, columns, len(task.labels))
+
+    def _puts_them_before(self) -> bool:
+        """Whether demonstrations precede the prompt, unless the template says itself where they are."""
+        task = self.task
+        return task.family == "causal" and not templates.contains_demonstrations(task.nodes, len(task.columns))
 
     def _prepare_nodes(self) -> list[_PreparedNode]:
         prepared: list[_PreparedNode] = []
         segment, continues = 0, False
         if self.task.family == "causal":
             prepared.append(_PreparedNode(SpecialToken("bos"), False, 0, self.tokenizer.leading_ids))
+            continues = self._in_context is not None
         for node in self._template_nodes():
             prepared.append(_PreparedNode(node, continues, segment, self._constant_ids(node, continues)))
             segment += isinstance(node, SpecialToken) and node.advance
@@ -205,6 +223,26 @@ class Encoder:
             return []
         index, sampling = choice if isinstance(choice, tuple) else (None, choice or 0)
         return self._demonstrations.choose(example, index, sampling)
+
+    def _encode_in_context(self, example: Example) -> Ids:
+        """The solved examples before a prompt, and the empty line that ends them."""
+        if self._in_context is None:
+            return ()
+        text = "".join(self._in_context.solve(each) + "\n\n" for each in self._in_context.choose(example))
+        if text not in self._encoded:  # nearly all prompts have the same
+            self._encoded[text] = self.tokenizer.encode_before_text(text)
+        return self._encoded[text]
+
+    def _fit(self, in_context: Ids, room: int) -> Ids:
+        """The end of the solved examples, as long as there is room."""
+        if len(in_context) > room:
+            warnings.warn(
+                f"the demonstrations do not fit into prompts of {self.max_length} tokens, and the first are cut; "
+                "ask for fewer, or raise --max-length",
+                MezzoWarning,
+                stacklevel=2,
+            )
+        return in_context[max(0, len(in_context) - room) :]
 
     def _encode_node(self, prepared: _PreparedNode, texts: Sequence[str], demonstrations: Sequence[Example]) -> Ids:
         node = prepared.node

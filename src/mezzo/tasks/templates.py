@@ -89,12 +89,6 @@ def append_demonstrations(nodes: Nodes, columns: int, count: int) -> Nodes:
     return nodes + tuple(node for i in range(count) for node in _demonstration_nodes(body, i, columns))
 
 
-def prepend_demonstrations(nodes: Nodes, columns: int, count: int) -> Nodes:
-    """For causal models: before the query, once per label, the prompt with its answer, then an empty line."""
-    body = (*nodes, MASK, Text("\n\n"))  # the answer takes the place of a mask at the end
-    return tuple(node for i in range(count) for node in _demonstration_nodes(body, i, columns)) + nodes
-
-
 def _demonstration_nodes(nodes: Nodes, i: int, columns: int) -> Nodes:
     """The template's nodes with the texts and the label word of demonstration `i` instead of the query's."""
     filled = (LabelWord(i, of_demo=True) if node == MASK else node for node in nodes)

@@ -98,6 +98,15 @@ class TokenizerWrapper:
         ids = self._encode_in_context(text, continues)
         return ids if self.special_ids.isdisjoint(ids) else self._encode_special_text(text, continues)
 
+    def encode_before_text(self, text: str) -> Ids:
+        """Ids of `text` as it is tokenized with other text behind it, where that makes a difference: "\\n\\n" may be one token
+        at the end, and two before a word."""
+        for letter in _SAMPLE_TEXTS:
+            full, after = self.encode(text + letter), self.encode(letter, continues=True)
+            if after and full[-len(after) :] == after:
+                return full[: -len(after)]
+        return self.encode(text)
+
     def decode(self, ids: Ids) -> str:
         return self.wrapped.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
