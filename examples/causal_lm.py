@@ -49,7 +49,7 @@ def main(folder: Path) -> None:
     )
     print(run)
     for row in mezzo.predict(["a film to see twice .", "a film to sleep through ."], run.out):
-        print(row["label"], row["text"])
+        print(row["prediction"], row["text"])
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def main(folder: Path) -> None:
     print(run)
 
     for row in mezzo.predict(["It works like a dream.", "The box was empty."], run.out):
-        print(row["label"], row["probabilities"], row["message"])
+        print(row["prediction"], row["probabilities"], row["message"])
 
 
 if __name__ == "__main__":

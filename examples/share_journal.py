@@ -26,7 +26,7 @@ def main(sender: Path, receiver: Path) -> None:
     adapter = mezzo.export(received, "adapter", receiver / "adapter")
     print("a PEFT adapter:", ", ".join(sorted(path.name for path in adapter.iterdir())))
     for row in mezzo.predict(["A film with a big heart."], received):
-        print(row["label"], row["probabilities"])
+        print(row["prediction"], row["probabilities"])
 
 
 if __name__ == "__main__":

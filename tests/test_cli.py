@@ -71,24 +71,6 @@ def test_help_and_configuration_import_neither_torch_nor_numpy(code):
     assert subprocess.run([sys.executable, "-c", f"{code}; {check}"], check=False).returncode == 0
 
 
-def test_predict_reads_lines_and_json(tiny, tmp_path, capsys):
-    out = str(tmp_path / "run")
-    run(capsys, "train", *tiny, "--out", out)
-    texts = tmp_path / "texts.txt"
-    texts.write_text("a warm film\n\na dull film\n")
-    assert main(["predict", out, "--data", str(texts)]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["text"] for row in rows] == ["a warm film", "a dull film"]
-    (tmp_path / "rows.csv").write_text("text,note\na warm film,x\n")
-    (tmp_path / "rows.jsonl").write_text('{"text": "a warm film"}\n')
-    for name in ("rows.csv", "rows.jsonl"):
-        assert main(["predict", out, "--data", str(tmp_path / name)]) == 0
-        (row,) = (json.loads(line) for line in capsys.readouterr().out.splitlines())
-        assert row["probabilities"] == rows[0]["probabilities"]
-    assert all(abs(sum(row["probabilities"].values()) - 1) < 1e-4 for row in rows)
-    assert all(row["label"] == max(row["probabilities"], key=row["probabilities"].get) for row in rows)
-
-
 def test_eval_of_a_model_with_demonstrations(tiny_folder, tiny_data, capsys):
     common = ["--model", tiny_folder, "--task", "sst-2", "--data", tiny_data, "--threads", "1"]
     _, plain, _ = run(capsys, "eval", *common)

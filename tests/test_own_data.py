@@ -89,8 +89,8 @@ def test_proposed_run_can_be_used(trained, tickets, tmp_path, capsys):
     assert call("predict", str(trained), "--data", data) == 0
     predicted = json.loads(capsys.readouterr().out)
     assert predicted["message"] == row["message"]
-    assert predicted["label"] in ("account_access", "billing_issue", "Technical problem")
-    assert [each["label"] for each in mezzo.predict([row["message"]], trained)] == [predicted["label"]]
+    assert predicted["prediction"] in ("account_access", "billing_issue", "Technical problem")
+    assert [each["prediction"] for each in mezzo.predict([row["message"]], trained)] == [predicted["prediction"]]
     assert call("eval", str(trained), "--data", tickets, "--eval-limit", "20") == 0
     assert call("verify", str(trained)) == 0
     assert call("report", str(trained), "--out", str(tmp_path / "report.html")) == 0
@@ -400,4 +400,4 @@ def test_proposed_run_with_stated_columns_predicts(tickets, tmp_path, capsys):
     new = write_csv(tmp_path / "new.csv", [{"message": "Hello?", "id": "7"}])
     capsys.readouterr()
     assert call("predict", out, "--data", new) == 0
-    assert json.loads(capsys.readouterr().out)["label"] in ("email", "phone", "web")
+    assert json.loads(capsys.readouterr().out)["prediction"] in ("email", "phone", "web")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -15,14 +15,16 @@ from mezzo.engines.hf_hub import family_of, load_config
 from mezzo.errors import ConfigError, DataError
 from mezzo.evaluation.evaluate import Evaluation, refuse_nan
 from mezzo.journal.compact import export_compact
+from mezzo.journal.journal import NAME as JOURNAL
 from mezzo.replay.replay import Verified
 from mezzo.replay.replay import verify as verify_content
 from mezzo.runs import datasets
 from mezzo.runs.build import CONTACTING, RESUMABLE, Function, new_run, resume_run
+from mezzo.runs.defaults import SETTINGS
 from mezzo.runs.events import Observer
 from mezzo.runs.folder import Folder
 from mezzo.runs.model_card import model_card
-from mezzo.runs.predict import load_unlabelled, predict_examples, to_row
+from mezzo.runs.predict import predict_rows
 from mezzo.runs.reopen import best_step, open_base_engine, open_journal, open_run
 from mezzo.runs.result import Run
 from mezzo.runs.session import Session
@@ -221,35 +223,39 @@ def evaluate(
 
 
 def predict(
-    rows: str | Path | Iterable[Mapping[str, Any] | str],
+    rows: str | Path | TextIO | Iterable[Mapping[str, Any] | str],
     run: str | Path | None = None,
     *,
     at: int | None = None,
     batch: int = 256,
     **options: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Label and probabilities for each row: a data file, or texts, or mappings with the task's columns.
+    """Every row with all its columns, its `prediction` and the `probabilities` of the labels.
 
-    A generation task gives the generated `answer` instead.
+    `rows` are a data file, an open file, texts, or mappings with the task's columns. A generation task has no probabilities.
     """
     engine, setup = _open(run, at, options)
     try:
-        if isinstance(rows, (str, Path)):
-            yield from predict_examples(engine, setup, load_unlabelled(setup, rows))
-            return
-        pending: list[Mapping[str, Any]] = []
-        for row in rows:
-            pending.append(to_row(setup, row))
-            if len(pending) == batch:
-                yield from predict_examples(engine, setup, load_unlabelled(setup, pending))
-                pending = []
-        if pending:
-            yield from predict_examples(engine, setup, load_unlabelled(setup, pending))
+        yield from predict_rows(engine, setup, rows, batch)
     finally:
         engine.close()
 
 
+def assumed_task(run: str | Path | None, options: dict[str, Any]) -> str:
+    """What is said about the task where neither a run nor an option names it; empty where one does."""
+    run, options = _name_model(run, options)
+    return "" if run is not None or options.get("task") else datasets.describe_assumed_task(resolve(options))
+
+
+def _name_model(run: str | Path | None, options: dict[str, Any]) -> tuple[str | Path | None, dict[str, Any]]:
+    """A folder of `mezzo export RUN model` is a model, although it is named where a run is."""
+    if run is None or not (Path(run) / SETTINGS).is_file() or (Path(run) / JOURNAL).is_file():
+        return run, options
+    return None, {**options, "model": str(run)}
+
+
 def _open(run: str | Path | None, at: int | None, options: dict[str, Any]) -> tuple[Engine, Setup]:
+    run, options = _name_model(run, options)
     if isinstance(task := options.get("task"), (Mapping, Task)):
         options = {**options, "task": _written_task(task, options, run)}
     if run is not None:

@@ -15,11 +15,12 @@ from typing import Any
 from mezzo import api, reports
 from mezzo.cli.parser import given_options
 from mezzo.cli.progress import say, show_progress
+from mezzo.cli.rows import write_rows
 from mezzo.cli.summary import show_summary
 from mezzo.config import OPTIONS, from_file
 from mezzo.drawing.text import shows_unicode
-from mezzo.errors import ConfigError, DataError, join_names
-from mezzo.journal.atomic_files import json_safe, write_atomically
+from mezzo.errors import ConfigError, join_names
+from mezzo.journal.atomic_files import write_atomically
 from mezzo.parallel.transports import torchrun
 from mezzo.runs.datasets import DEFAULT_TASK
 from mezzo.runs.defaults import choose_method
@@ -27,7 +28,6 @@ from mezzo.runs.folder import Folder
 from mezzo.signal import measure
 from mezzo.tasks import get_task, list_tasks
 from mezzo.tasks.proposal import one_line
-from mezzo.tasks.readers import MAX_LINE
 from mezzo.tasks.task_file import to_toml
 from mezzo.untrusted import printable
 
@@ -84,6 +84,7 @@ def _announce(options: Namespace) -> None:
 
 
 def evaluate(options: Namespace) -> Any:
+    _say_assumed_task(options)
     evaluation = api.evaluate(options.run, data=options.data, at=options.at, **given_options(options))
     calibrated = evaluation.calibrated
     shown = "" if calibrated is None else f", calibrated {evaluation.metric} {calibrated:.1%}"
@@ -92,14 +93,28 @@ def evaluate(options: Namespace) -> Any:
 
 
 def predict(options: Namespace) -> Any:
-    count = 0
-    is_table = options.data and Path(options.data).suffix.lower() not in ("", ".txt")
-    rows = options.data if is_table else _read_lines(options.data)
-    for row in api.predict(rows, options.run, at=options.at, **given_options(options)):
-        text = json.dumps(json_safe(row), ensure_ascii=not shows_unicode(getattr(sys.stdout, "encoding", None)))
-        print(printable(text), flush=True)
-        count += 1
+    if options.file and options.data:
+        raise ConfigError(f"two data files are named, {options.file} and {options.data}: leave one out")
+    source = options.file or options.data
+    typed = not source and sys.stdin is not None and sys.stdin.isatty()
+    if not source and sys.stdin is None:
+        raise ConfigError("there is no standard input: name a file, as in mezzo predict RUN FILE")
+    if typed:
+        say("type texts, one per line; Ctrl-D ends (mezzo predict RUN FILE reads a file)", sys.stderr)
+    _say_assumed_task(options)
+    rows = api.predict(
+        source or sys.stdin, options.run, at=options.at, batch=1 if typed else 256, **given_options(options)
+    )
+    count = write_rows(rows, options.format, sys.stdout)
+    if not count:
+        say("standard input is empty: pipe lines into it, or name a file: mezzo predict RUN FILE", sys.stderr)
     return {"n": count}
+
+
+def _say_assumed_task(options: Namespace) -> None:
+    """A model without a run does not say what it is asked, unless it was exported."""
+    if assumed := api.assumed_task(options.run, given_options(options)):
+        say(assumed, sys.stderr)
 
 
 def export(options: Namespace) -> Any:
@@ -274,32 +289,6 @@ def _show(options: Namespace, text: str) -> None:
 
 def _one_line(value: Any) -> str:
     return ", ".join(f"{key} → {word}" for key, word in value.items()) if isinstance(value, dict) else str(value)
-
-
-def _read_lines(path: str | None) -> Iterator[Any]:
-    """Lines of text, or of JSON objects: the first line decides which."""
-    name = path or "standard input"
-    try:
-        with open(path, encoding="utf-8") if path else sys.stdin as file:
-            as_json = None
-            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), ""), 1):
-                if len(line) > MAX_LINE:
-                    raise DataError(f"{name}, line {number}: longer than {MAX_LINE:,} characters; is this text?")
-                if not (line := line.strip()):
-                    continue
-                as_json = line.startswith("{") if as_json is None else as_json
-                yield _parse_json(line, name, number) if as_json else line
-    except OSError as error:
-        raise DataError(f"{name}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise DataError(f"{name} is not UTF-8 text; convert it first") from None
-
-
-def _parse_json(line: str, name: str, number: int) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{name}, line {number}: not valid JSON ({error})") from None
 
 
 def _escape(text: str) -> str:

@@ -73,11 +73,14 @@ COMMANDS = {
         function="evaluate",
     ),
     "predict": Command(
-        help="label texts: one JSON line per input",
+        help="label texts: every row with its own columns and a prediction",
         arguments=(
-            RUN_OR_MODEL,
+            Argument("run", "run folder, compact journal or exported model; without it, --model as it is", nargs="?",
+                metavar="RUN"),
+            Argument("file", "a data file, or lines of text, CSV, TSV or JSON [standard input]", nargs="?", metavar="FILE"),
             AT,
-            Argument("--data", "a data file, or lines of text or JSON [standard input]", metavar="FILE"),
+            Argument("--data", "FILE, where no RUN is named", metavar="FILE"),
+            Argument("--format", "what is written: jsonl, csv or tsv [jsonl]", choices=("jsonl", "csv", "tsv"), default="jsonl"),
         ),
     ),
     "signal": Command(

@@ -14,6 +14,7 @@ from mezzo.engines.hf_hub import family_of, load_config
 from mezzo.errors import ConfigError, DataError, TaskError
 from mezzo.journal.atomic_files import write_atomically
 from mezzo.method import noise
+from mezzo.runs.defaults import SETTINGS, model_settings
 from mezzo.tasks import (
     MLMConfig,
     Task,
@@ -51,6 +52,22 @@ def find_task(config: RunConfig, family: Family) -> Task:
     mapping = OPTIONS["words"].split_pairs(config.words)
     task = _read_task(config.task or DEFAULT_TASK, family)
     return MLMConfig(config.template, cast(Any, mapping) or None).apply(task, config.id_order)
+
+
+def with_model_task(config: RunConfig) -> RunConfig:
+    """The configuration with the task that an exported model carries, unless one is named."""
+    own = model_settings(config.model)
+    if config.task or "task" not in own:
+        return config
+    readout = own.get("readout", config.readout) if config.readout == OPTIONS["readout"].default else config.readout
+    return config.replace(task=json.dumps(own["task"], ensure_ascii=False), readout=readout)
+
+
+def describe_assumed_task(config: RunConfig) -> str:
+    """Which task is assumed where none is named, and why."""
+    if own := model_settings(config.model).get("task"):
+        return f"the task is {own['name']!r}, as {Path(config.model) / SETTINGS} says"
+    return f"no task is named: {DEFAULT_TASK!r} is assumed (--task NAME; 'mezzo tasks' lists them)"
 
 
 def match_family(task: Mapping[str, Any] | Task, family: Family, model: str) -> Task:

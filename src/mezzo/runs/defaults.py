@@ -10,8 +10,9 @@ from typing import Any
 from mezzo.config import OPTIONS, RunConfig, from_mapping, option_names
 from mezzo.engines import ENGINES
 from mezzo.engines.hf_hub import BUNDLED
-from mezzo.errors import ConfigError, ModelError
+from mezzo.errors import ConfigError, ModelError, TaskError
 from mezzo.method.objectives import OBJECTIVES
+from mezzo.tasks import get_task
 from mezzo.untrusted import read_settings
 
 STEPS = 1000
@@ -42,7 +43,7 @@ SETTINGS = "mezzo.json"
 
 
 def model_settings(model: str) -> dict[str, Any]:
-    """The settings by space in the `mezzo.json` of a bundled model or a model folder; empty where there is none."""
+    """The settings by space, and the task, in the `mezzo.json` of a bundled model or a model folder; empty without one."""
     bundled = model.startswith(BUNDLED)
     folder = resources.files("mezzo") / "bundled" / "models" / model.removeprefix(BUNDLED) if bundled else Path(model)
     file = folder / SETTINGS
@@ -53,18 +54,21 @@ def model_settings(model: str) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ConfigError("it must hold an object of settings by space")
         return {name: _check_settings(name, value) for name, value in found.items()}
-    except (OSError, ValueError, RecursionError, ConfigError) as error:
+    except (OSError, ValueError, RecursionError, ConfigError, TaskError) as error:
         raise ModelError(f"{file} cannot be used: {error}; fix or delete it") from None
 
 
 def _check_settings(name: str, values: Any) -> Any:
-    """The default space, or the settings of a space, checked as options of a run: the folder may come from anybody."""
-    if name == "space":
+    """The default space, the task and how it is read out, or the settings of a space, checked as options of a run: the folder
+    may come from anybody."""
+    if name in ("space", "readout"):
         if not isinstance(values, str):
-            raise ConfigError(f"'space' must be the name of one, not {json.dumps(values)}")
-        return values
+            raise ConfigError(f"{name!r} must be the name of one, not {json.dumps(values)}")
+        return getattr(from_mapping({name: values}), name)
     if not isinstance(values, dict):
         raise ConfigError(f"{name!r} must be an object of settings, not {json.dumps(values)}")
+    if name == "task":
+        return get_task(values).as_dict()
     if strange := sorted(set(values) - set(allowed := option_names(per_model=True))):
         raise ConfigError(f"{', '.join(strange)} cannot be set there, only {', '.join(allowed)}")
     named = {name: value for name, value in values.items() if value is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import shutil
 import tempfile
@@ -16,6 +17,7 @@ from mezzo.engines.base import ExportableEngine
 from mezzo.engines.hf_hub import quiet
 from mezzo.errors import ConfigError
 from mezzo.journal.atomic_files import explain_os_errors
+from mezzo.runs import datasets
 from mezzo.runs.defaults import SETTINGS, model_settings
 from mezzo.runs.setup import Setup
 
@@ -73,15 +75,23 @@ def load_prefix(model: Any, folder: str | Path) -> Any:
 
 
 def export_model(engine: ExportableEngine, setup: Setup, out: Path, card: str) -> None:
-    """Write the whole model with the trained tensors merged, its tokenizer, its card and the settings of its base."""
+    """Write the whole model with the trained tensors merged, its tokenizer, its card, its task and the settings of its base."""
     with _staging_folder(out, card) as folder:
         with quiet():
             model = engine.merged_model()
             _finite(model.named_parameters())
             model.save_pretrained(folder)
             setup.tokenizer.save_pretrained(folder)
-        if settings := model_settings(setup.config.model):
-            _write_json(folder / SETTINGS, settings)
+        _write_json(folder / SETTINGS, {**model_settings(setup.config.model), **_task_settings(setup)})
+
+
+def _task_settings(setup: Setup) -> dict[str, Any]:
+    """The task, as data with the columns of the run's is read, and how it is read out."""
+    task, named = setup.task, datasets.column_names(setup.config)
+    aliases = {**task.column_aliases, **{column: (name,) for column, name in named.items() if name != column}}
+    length = setup.config.max_length or task.max_length
+    task = dataclasses.replace(task, column_aliases=aliases, max_length=length)
+    return {"task": task.as_dict(), "readout": setup.config.readout}
 
 
 @contextlib.contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
 
 from mezzo.engines.base import Engine
 from mezzo.errors import DataError
@@ -11,11 +13,68 @@ from mezzo.evaluation.evaluate import probabilities, refuse_nan, score_prompts
 from mezzo.evaluation.rewards import first_lines
 from mezzo.runs import datasets
 from mezzo.runs.setup import Setup
-from mezzo.tasks import load_examples
+from mezzo.tasks import load_rows
+from mezzo.tasks.readers import MAX_LINE, Row, read_lines
+from mezzo.tasks.streams import read_stream
 from mezzo.types import Batch, Example, Probe
 
 
-def to_row(setup: Setup, row: Any) -> Mapping[str, Any]:
+def predict_rows(engine: Engine, setup: Setup, source: Any, batch: int) -> Iterator[dict[str, Any]]:
+    """Every row of a path, an open file or an iterable, with all its columns, `prediction` and `probabilities`."""
+    for found in _read_batches(setup, source, batch):
+        rows, examples = zip(*found, strict=True)
+        for row, answer in zip(rows, _predict(engine, setup, examples), strict=True):
+            yield {**row, **answer}
+
+
+def _read_batches(setup: Setup, source: Any, batch: int) -> Iterator[list[tuple[Row, Example]]]:
+    """Rows with their examples, in parts; labels in the source are ignored."""
+    options = {"labelled": "ignore", **datasets.reading_options(setup.config)}
+    if isinstance(source, (str, Path)) and not _holds_lines(source):
+        found = load_rows(source, setup.task, split="test", **options)
+        yield from (found[start : start + batch] for start in range(0, len(found), batch))
+        return
+    rows = iter(_to_row(setup, row) for row in _read_rows(setup, source))
+    while part := list(itertools.islice(rows, batch)):
+        yield load_rows(part, setup.task, **options)
+
+
+def _holds_lines(source: str | Path) -> bool:
+    """Whether it is read as standard input is; otherwise by its suffix, or as a folder or a data set of the hub."""
+    return (
+        Path(source).suffix.lower() in ("", ".txt") and not str(source).startswith("hub:") and not Path(source).is_dir()
+    )
+
+
+def _read_rows(setup: Setup, source: Any) -> Iterable[Any]:
+    named = datasets.column_names(setup.config)
+    if isinstance(source, (str, Path)):
+        path = Path(source)
+        if not path.exists():
+            raise DataError(f"no file {str(path)!r}; check the path")
+        return read_stream(read_lines(path, setup.config.encoding), str(path), setup.task, named)
+    if hasattr(source, "readline"):
+        name = (
+            "standard input" if getattr(source, "name", "") == "<stdin>" else str(getattr(source, "name", "the file"))
+        )
+        return read_stream(_lines_of(source, name), name, setup.task, named)
+    return source  # type: ignore[no-any-return]
+
+
+def _lines_of(file: TextIO, name: str) -> Iterator[str]:
+    """Lines as they come, none so long that it fills the memory."""
+    try:
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), ""), 1):
+            if len(line) > MAX_LINE:
+                raise DataError(f"{name}, line {number}: longer than {MAX_LINE:,} characters; is this text?")
+            yield line
+    except OSError as error:
+        raise DataError(f"{name}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{name} is not UTF-8 text; convert it first") from None
+
+
+def _to_row(setup: Setup, row: Any) -> Mapping[str, Any]:
     """A row by column; a bare text is a row where the task has one column."""
     columns = setup.task.columns
     if isinstance(row, str) and len(columns) == 1:
@@ -27,25 +86,18 @@ def to_row(setup: Setup, row: Any) -> Mapping[str, Any]:
     return row
 
 
-def load_unlabelled(setup: Setup, source: Any) -> list[Example]:
-    """Examples to predict; labels in the source are ignored."""
-    return load_examples(source, setup.task, labelled="ignore", **datasets.reading_options(setup.config))
-
-
-def predict_examples(engine: Engine, setup: Setup, examples: list[Example]) -> Iterator[dict[str, Any]]:
-    """Each example's own fields with its label and probabilities, or with the text that is generated for it."""
+def _predict(engine: Engine, setup: Setup, examples: tuple[Example, ...]) -> Iterator[dict[str, Any]]:
+    """Each example's label and probabilities, or the text that is generated for it."""
     prompts = setup.encode(examples)
     if setup.task.kind == "generation":
         answers = engine.generate(Batch(prompts, setup.readout), [Probe()], setup.config.max_new_tokens)
-        texts = first_lines(answers, setup.decode)[0]
-        yield from ({**example.fields, "answer": text} for example, text in zip(examples, texts, strict=True))
+        yield from ({"prediction": text} for text in first_lines(answers, setup.decode)[0])
         return
     if any(not (p.candidates or setup.readout.kind != "candidates") for p in prompts):
         raise DataError(f"a row of task {setup.task.name!r} has no candidates to choose from")
     scores = score_prompts(engine, prompts, setup.readout)
     refuse_nan(scores)
-    for example, row in zip(examples, probabilities(scores), strict=True):
+    for row in probabilities(scores):
         names = setup.task.labels or tuple(str(i) for i in range(len(row)))
-        best = int(row.argmax())
         shown = {name: round(float(p), 6) for name, p in zip(names, row, strict=False)}
-        yield {**example.fields, "label": names[best], "probabilities": shown}
+        yield {"prediction": names[int(row.argmax())], "probabilities": shown}

@@ -20,7 +20,7 @@ from mezzo.method import noise
 from mezzo.method.objectives import METRICS, OBJECTIVES, Objective, ObjectiveFunction, get_objective, import_function
 from mezzo.method.space import ADAPTERS, Space
 from mezzo.runs.budget import parse_budget
-from mezzo.runs.datasets import Splits, find_task, load_splits, splits_beside_train
+from mezzo.runs.datasets import Splits, find_task, load_splits, splits_beside_train, with_model_task
 from mezzo.runs.defaults import apply_defaults
 from mezzo.tasks import Encoder, Task
 from mezzo.tasks.tokenizer import TokenizerWrapper
@@ -190,6 +190,7 @@ def resolve_setup(config: RunConfig, task: Task | None = None) -> Setup:
 
     `task` replaces what the configuration names: that of a journal's header, or a proposed one.
     """
+    config = config if task else with_model_task(config)
     config = config.replace(**splits_beside_train(config))
     config = config.replace(**_absolute_paths(config))
     model_config = load_config(config.model, config.remote_code)

@@ -4,7 +4,7 @@ A task is data. `get_task` finds one, `load_examples` reads rows for it, `Encode
 """
 
 from mezzo.tasks.encoder import Encoder
-from mezzo.tasks.loading import bundled_data, find_split, is_k_shot, load_examples
+from mezzo.tasks.loading import bundled_data, find_split, is_k_shot, load_examples, load_rows
 from mezzo.tasks.registry import get_task, list_tasks
 from mezzo.tasks.sampling import k_shot
 from mezzo.tasks.task import MLMConfig, Task
@@ -20,4 +20,5 @@ __all__ = [
     "k_shot",
     "list_tasks",
     "load_examples",
+    "load_rows",
 ]

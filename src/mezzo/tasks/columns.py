@@ -82,6 +82,15 @@ def _is_header(task: Task, cells: Cells, labelled: bool, column_map: Mapping[str
     return all(_matching_columns(task, column, cells) for column in required)
 
 
+def is_header_line(task: Task, cells: Cells, column_map: Mapping[str, str]) -> bool:
+    """Can these cells, of a first line that may also be a text, be nothing but a header?"""
+    if any(cell != cell.strip() for cell in cells) or len(set(cells)) < len(cells):
+        return False
+    if len(cells) == 1:  # the name itself: a synonym such as "review" may be a text
+        return cells[0] in (column_map.get(name, name) for name in required_columns(task))
+    return _is_header(task, cells, False, column_map)
+
+
 def _infer_header(task: Task, raw: RawTable, labels: LabelReader, labelled: bool) -> list[str] | None:
     """Names for the columns of a file without a header, or None if it must have one."""
     first = raw.rows[0][1]

@@ -57,18 +57,35 @@ def load_examples(
     where that fails that of the task's published files, or latin-1. `hub:NAME` or `hub:NAME:CONFIG` is loaded
     with the `datasets` library.
     """
-    task = get_task(task)
-    options = _LoadOptions(task, LabelReader(task, id_order), labelled, columns or {})
     if isinstance(source, list | tuple) and source and isinstance(source[0], Example):
         return list(source)
+    found = load_rows(
+        source, task, split=split, id_order=id_order, labelled=labelled, columns=columns, encoding=encoding
+    )
+    return [example for _, example in found]
+
+
+def load_rows(
+    source: Any,
+    task: Task | str,
+    *,
+    split: str | None = None,
+    id_order: IdOrder = None,
+    labelled: Labelled = True,
+    columns: Mapping[str, str] | None = None,
+    encoding: str | None = None,
+) -> list[tuple[Row, Example]]:
+    """As `load_examples`, each example with the row it comes from."""
+    task = get_task(task)
+    options = _LoadOptions(task, LabelReader(task, id_order), labelled, columns or {})
     if files := _find_label_files(source, split, options):
         table = _table_from_label_files(files, task, encoding)
     else:
         table = _name_table(read_table(source, split, encoding, task.encoding), options)
-    examples = list(_examples(table, options))
-    if not examples:
+    found = list(_examples(table, options))
+    if not found:
         raise DataError(f"{table.source}: no rows{' with a label' if table.rows else ''}; give data that has some")
-    return examples
+    return found
 
 
 def bundled_data(task_name: str, split: str) -> Path | None:
@@ -188,7 +205,7 @@ def _table_from_object(source: Any, split: str | None) -> Table:
 # --- from rows to examples
 
 
-def _examples(table: Table, options: _LoadOptions) -> Iterator[Example]:
+def _examples(table: Table, options: _LoadOptions) -> Iterator[tuple[Row, Example]]:
     task, labels = options.task, options.labels
     columns: dict[str, str] = {}
     names: tuple[str, ...] | None = None
@@ -208,7 +225,7 @@ def _examples(table: Table, options: _LoadOptions) -> Iterator[Example]:
             bad.add(number, str(error))
             continue
         if example is not None:
-            yield example
+            yield raw, example
     bad.refuse()
 
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mezzo.errors import DataError, MezzoWarning
 
@@ -35,6 +35,7 @@ _BINARY = {
 
 Row = Mapping[str, Any]
 Cells = list[str]
+Content = TypeVar("Content")
 
 
 @dataclass(frozen=True)
@@ -101,28 +102,45 @@ def read_file(
     Without a stated encoding it is UTF-8; where that fails, that of the data set's published files, or latin-1 and a warning.
     """
     suffix = suffix or path.suffix.lower()
+
+    def read(path: Path, encoding: str) -> Table | RawTable:
+        if suffix not in READERS:
+            raise DataError(f"{path}: unknown file type {suffix!r}; use one of {', '.join(READERS)}")
+        return READERS[suffix](path, encoding)
+
+    table = _read_decoded(path, read, encoding, published_encoding)
+    if not table.rows:
+        raise DataError(f"{path}: the file has no rows; give one with data")
+    return table
+
+
+def read_lines(path: Path, encoding: str | None = None) -> list[str]:
+    """All lines of a text file, blank ones included."""
+    return _read_decoded(path, lambda *file: [line for _, line in numbered_lines(*file)], encoding)
+
+
+def _read_decoded(
+    path: Path, read: Callable[[Path, str], Content], encoding: str | None, published_encoding: str = ""
+) -> Content:
+    """What `read` makes of a text file in its encoding, as `read_file` finds it."""
     if path.exists() and not path.is_file():
         raise DataError(f"{path} is not a file; give one that can be read twice, such as a copy on disk")
     try:
         _refuse_binary(path)
-        if suffix not in READERS:
-            raise DataError(f"{path}: unknown file type {suffix!r}; use one of {', '.join(READERS)}")
         try:
-            table = READERS[suffix](path, encoding or "utf-8")
+            return read(path, encoding or "utf-8")
         except _NotDecodable as error:
             if encoding is not None:
                 raise
-            table = READERS[suffix](path, published_encoding or "latin-1")
+            content = read(path, published_encoding or "latin-1")
             if not published_encoding:
                 text = f"{error}; the file is read as latin-1 (--encoding NAME if it is another)"
                 warnings.warn(text, MezzoWarning, stacklevel=2)
+            return content
     except _NotDecodable as error:
         raise DataError(f"{error}; save the file as UTF-8, or pass --encoding latin-1") from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from None
-    if not table.rows:
-        raise DataError(f"{path}: the file has no rows; give one with data")
-    return table
 
 
 def numbered_lines(path: Path, encoding: str = "utf-8") -> Iterator[tuple[int, str]]:
@@ -230,7 +248,7 @@ def _sniff_delimiter(path: Path, encoding: str) -> str:
 def _read_tsv(path: Path, encoding: str) -> RawTable:
     """Tab-separated as in GLUE: quotes are ordinary characters, except in a cell that was quoted when it was written."""
     lines = ((number, line.rstrip("\r\n")) for number, line in numbered_lines(path, encoding) if line.strip())
-    return RawTable(str(path), [(number, [_unquote(cell) for cell in line.split("\t")]) for number, line in lines])
+    return RawTable(str(path), [(number, [unquote(cell) for cell in line.split("\t")]) for number, line in lines])
 
 
 def _read_txt(path: Path, encoding: str) -> RawTable:
@@ -273,7 +291,7 @@ READERS: dict[str, Callable[[Path, str], Table | RawTable]] = {
 }
 
 
-def _unquote(cell: str) -> str:
+def unquote(cell: str) -> str:
     """`"a ""b"" c"` is `a "b" c`: a writer quotes a cell only if it contains quotes, and doubles all of them."""
     inner = cell[1:-1]
     quoted = len(cell) > 1 and cell[0] == cell[-1] == '"' and '""' in inner and '"' not in inner.replace('""', "")
