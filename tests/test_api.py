@@ -293,7 +293,7 @@ def test_evaluate_and_predict_take_a_task_as_finetune_does():
     for task in (stated, as_dict):
         assert mezzo.evaluate(model=ROBERTA, task=task, data=rows, threads=1) == by_name
     (found,) = mezzo.predict(["A fine film."], model=ROBERTA, task=stated, threads=1)
-    assert found["label"] in stated.labels
+    assert found["prediction"] in stated.labels
     with pytest.raises(TaskError, match="is for causal models"):
         mezzo.evaluate(model=ROBERTA, task=get_task("sst-2", "causal"), data=rows)
 

@@ -182,7 +182,7 @@ def test_text_too_long_to_tokenize_is_refused(tiny_folder, expect_refusal, works
     assert "9,800,000 characters" in expect_refusal(*predict, str(workspace / "lines.txt"))
     (workspace / "line.txt").touch()
     os.truncate(workspace / "line.txt", 3 * 2**30)
-    assert "line 1" in expect_refusal(*predict, str(workspace / "line.txt"))
+    assert "is a binary file" in expect_refusal(*predict, str(workspace / "line.txt"))
 
 
 def test_deeply_nested_journal_is_refused(valid_run, workspace, capsys):
