@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM
+from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 import mezzo
 from mezzo import api
@@ -71,6 +71,40 @@ def test_prefix_model_card_has_code_that_loads(tiny_folder, tiny_data, tmp_path)
     names: dict = {}
     exec(code.replace("THIS FOLDER", str(folder)).replace(f'"{Path(tiny_folder).name}"', f'"{tiny_folder}"'), names)
     assert names["model"].num_parameters() > 0
+
+
+@pytest.mark.parametrize(
+    ("space", "head"), [("lora", {"readout": "head"}), ("prefix", {"readout": "head"}), ("lora", {"train_head": True})]
+)
+def test_adapter_has_the_trained_head_and_predicts_as_the_run(space, head, tiny_folder, tiny_data, tmp_path, recwarn):
+    """A fresh classification head is trained beside LoRA or a prefix, an LM head on request; the export holds them."""
+    options = {"task": "sst-2", "train": tiny_data, "dev": tiny_data, "threads": 1, "batch_size": 4, "steps": 4}
+    run = mezzo.finetune(tiny_folder, **options, **head, space=space, lr=1e-2, eps=1e-2, out=str(tmp_path / "run"))
+    trained = [t.name for t in api.open_journal(run.out).header.tensors if t.kind == "head"]
+    assert [name.split(".")[0] for name in trained] == ["classifier" if "readout" in head else "lm_head"] * len(trained)
+    folder = mezzo.export(run.out, "adapter", at=4)
+    (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.S)
+    names: dict = {}
+    exec(code.replace("THIS FOLDER", str(folder)).replace(f'"{Path(tiny_folder).name}"', f'"{tiny_folder}"'), names)
+    assert not [w for w in recwarn if "missing" in str(w.message)]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    for row in mezzo.predict(["a dull film", "great fun"], run.out, at=4):
+        text = row["text"] if "readout" in head else f"{row['text']} It was{tokenizer.mask_token}."
+        inputs = tokenizer(text, return_tensors="pt")
+        with torch.no_grad():
+            logits = names["model"].eval()(**inputs).logits[0]
+        if "readout" not in head:
+            words = [tokenizer.encode(word, add_special_tokens=False)[0] for word in (" terrible", " great")]
+            logits = logits[inputs["input_ids"][0].tolist().index(tokenizer.mask_token_id), words]
+        expected = torch.tensor(list(row["probabilities"].values()))
+        torch.testing.assert_close(logits.softmax(0), expected, atol=2e-6, rtol=1e-4)
+
+
+def test_train_head_that_cannot_be_is_refused_in_a_line(tiny_folder, tiny_data, capsys):
+    options = ["train", "--model", tiny_folder, "--task", "sst-2", "--train", tiny_data, "--train-head"]
+    for more, reason in ((["--space", "full"], "lora or prefix"), (["--engine", "sglang"], "the torch engine")):
+        assert main([*options, *more]) == 2
+        assert reason in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["adapter", "model"])

@@ -117,6 +117,8 @@ class RunConfig:
         commands=("signal",), aliases=("target_modules",))
     prefix_tokens: int = option("space", 5, "length of a prefix: trained keys and values per layer",
         at_least=1, commands=("signal",), aliases=("num_prefix", "num_virtual_tokens"))
+    train_head: bool = option("space", False,
+        "beside lora or prefix, also train the LM head; a fresh classification head always is", commands=("signal",))
     only: tuple[str, ...] = option("space", (), "of the space, train only tensors that match these patterns",
         commands=("signal",))
     layers: str = option("space", "", "of the space, train only these layers, e.g. 4: for the upper ones",

@@ -89,6 +89,10 @@ class ExportableEngine(Protocol):
         """The trained tensors, and the frozen one of every pair of which only one is trained."""
         ...
 
+    def module_tensors(self, path: str) -> dict[str, npt.NDArray[np.generic]]:
+        """All tensors of the model's module at a path, trained or not."""
+        ...
+
     @property
     def stores_transposed(self) -> bool:
         """True where weights of linear layers are stored as (in, out)."""

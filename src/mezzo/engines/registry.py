@@ -41,7 +41,7 @@ class EngineInfo:
 
 
 ENGINES: dict[str, EngineInfo] = {
-    "torch": EngineInfo(factory="mezzo.engines.torch:open_engine", options=("quantize",)),
+    "torch": EngineInfo(factory="mezzo.engines.torch:open_engine", options=("quantize", "train_head")),
     "sglang": EngineInfo(
         factory="mezzo.engines.sglang:open_engine",
         spaces=("lora", "matrices"),

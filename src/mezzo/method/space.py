@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from mezzo.errors import SpaceError, nearest
@@ -32,7 +32,7 @@ class Space:
     """A request: which tensors (`kind`, narrowed by `only` and `layers`) and how noise looks on their matrices.
 
     `kind` is a key of SPACES or a glob over tensor names. `noise_rank` 0 is dense noise, r > 0 low-rank noise on matrices.
-    `tokens` is the length of a prefix.
+    `tokens` is the length of a prefix. `head`: the model's head is trained beside an adapter.
     """
 
     kind: str = "full"
@@ -40,6 +40,7 @@ class Space:
     alpha: float = 16.0
     targets: tuple[str, ...] = ()
     tokens: int = 5
+    head: bool = False
     only: tuple[str, ...] = ()
     layers: str = ""
     noise_rank: int = 0
@@ -55,6 +56,8 @@ class Space:
             raise SpaceError(
                 f"ranks must be positive: rank {self.rank}, noise rank {self.noise_rank}, prefix tokens {self.tokens}"
             )
+        if self.head and not self.adapter:
+            raise SpaceError(f"--train-head goes with --space {' or '.join(ADAPTERS)}, not {self.kind!r}")
         if self.decay not in DECAYS:
             raise SpaceError(f"decay is 'all' or 'matrices' (skips biases and norms), not {self.decay!r}")
 
@@ -73,6 +76,8 @@ def select(space: Space, tensors: Sequence[TensorInfo]) -> tuple[TrainedTensor, 
     """The trained tensors, in the engine's order. Raises SpaceError when the choice is empty."""
     if space.kind in SPACES:
         chosen = SPACES[space.kind].select(space, tensors)
+        if space.head:
+            chosen += SPACES["head"].select(replace(space, layers=""), tensors)
     else:
         chosen = _select_tensors(space, tensors, lambda t: fnmatch.fnmatchcase(t.name, space.kind))
     if space.only:

@@ -34,12 +34,17 @@ def export_adapter(engine: ExportableEngine, setup: Setup, out: Path, card: str)
 
 
 def _export_lora(engine: ExportableEngine, setup: Setup, folder: Path) -> None:
-    """LoRA tensors in PEFT's layout (`adapter_config.json`, `adapter_model.safetensors`)."""
+    """LoRA tensors in PEFT's layout (`adapter_config.json`, `adapter_model.safetensors`), and the whole modules of a trained
+    head: PEFT loads no parts of them."""
     from safetensors.numpy import save
 
     adapter = _finite(engine.adapter_tensors().items())
+    factors = {name for name in adapter if ".lora_" in name}
+    modules = sorted({name.split(".lora_")[0] for name in factors})
+    saved = _outermost({name.rpartition(".")[0] for name in adapter.keys() - factors})
+    for path in saved:
+        adapter |= engine.module_tensors(path)
     tensors = {f"base_model.model.{name}": np.ascontiguousarray(value) for name, value in adapter.items()}
-    modules = sorted({name.split(".lora_")[0] for name in adapter})
     settings = {
         "peft_type": "LORA",
         "task_type": None,
@@ -49,11 +54,17 @@ def _export_lora(engine: ExportableEngine, setup: Setup, folder: Path) -> None:
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": modules,
+        "modules_to_save": saved or None,
         "inference_mode": True,
         "fan_in_fan_out": engine.stores_transposed,
     }
     (folder / "adapter_model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     _write_json(folder / "adapter_config.json", settings)
+
+
+def _outermost(modules: set[str]) -> list[str]:
+    """The modules that lie in no other one of them."""
+    return sorted(m for m in modules if not any(m.startswith(other + ".") for other in modules))
 
 
 def _export_prefix(engine: ExportableEngine, setup: Setup, folder: Path) -> None:

@@ -35,7 +35,7 @@ def model_card(kind: str, header: Header, events: Sequence[Mapping[str, Any]], s
         *_method(config, header),
         "",
         "## Load it",
-        _loading(kind, config, header.family, bool(header.classes)),
+        _loading(kind, config, header.family, header.classes),
         "",
         "The prompt is part of the model: it was trained with the template",
         *(f"    {printable(line)}" for line in ("", *str(task["template"]).splitlines(), "")),
@@ -102,10 +102,10 @@ def _method(config: Mapping[str, Any], header: Header) -> list[str]:
     ]
 
 
-def _loading(kind: str, config: Mapping[str, Any], family: str, head: bool) -> str:
+def _loading(kind: str, config: Mapping[str, Any], family: str, classes: int) -> str:
     """Code that loads it. What it takes from the journal, which may be a stranger's, is quoted, never code."""
     model = str(config["model"])
-    auto = "AutoModelForSequenceClassification" if head else AUTO[family]
+    auto = "AutoModelForSequenceClassification" if classes else AUTO[family]
     if kind == "model":
         return f"""```python
 from transformers import AutoTokenizer, {auto}
@@ -115,13 +115,14 @@ tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")
 ```"""
     name = json.dumps(_short(model))
     base = f"locate({name})" if model.startswith(BUNDLED) else name
+    labels = f", num_labels={classes}" if classes else ""
     found = "from mezzo.engines.hf_hub import locate\n" if model.startswith(BUNDLED) else ""
     imported, put = ("from mezzo import load_prefix", "load_prefix") if config["space"] == "prefix" else PEFT
     return f"""```python
 {found}{imported}
 from transformers import {auto}
 
-base = {auto}.from_pretrained({base}, dtype={json.dumps(str(config.get("dtype", "float32")))})
+base = {auto}.from_pretrained({base}, dtype={json.dumps(str(config.get("dtype", "float32")))}{labels})
 model = {put}(base, "THIS FOLDER")
 ```"""
 

@@ -125,7 +125,7 @@ class Setup:
         return EngineSpec(
             model=config.model,
             family=self.family,
-            space=make_space(config),
+            space=make_space(config, fresh_head=self.readout.classes > 0),
             rows=config.micro_batch or config.batch_size or ROWS,
             fewer_rows=config.micro_batch is None,
             classes=self.readout.classes,
@@ -201,6 +201,7 @@ def resolve_setup(config: RunConfig, task: Task | None = None) -> Setup:
         raise ConfigError(
             f"a quantised base stays as it is: --quantize goes with --space {' or '.join(ADAPTERS)}, not {config.space!r}"
         )
+    make_space(config)
     longest = longest_input(model_config)
     if config.space == "prefix" and longest is not None and config.prefix_tokens > longest:
         raise ConfigError(
@@ -227,7 +228,8 @@ def refuse_label_metric(objective: str, task: Task, of_texts: Collection[str] = 
         raise ConfigError(f"{objective} counts labels, and task {task.name!r} generates texts: train on {others}")
 
 
-def make_space(config: RunConfig) -> Space:
+def make_space(config: RunConfig, fresh_head: bool = False) -> Space:
+    """What is trained: with an adapter, also a head that is random until it is."""
     assert config.space is not None
     return Space(
         kind=config.space,
@@ -235,6 +237,7 @@ def make_space(config: RunConfig) -> Space:
         alpha=config.alpha,
         targets=config.targets,
         tokens=config.prefix_tokens,
+        head=config.train_head or (fresh_head and config.space in ADAPTERS),
         only=config.only,
         layers=config.layers,
         noise_rank=config.noise_rank if noise.get_noise(config.noise).low_rank else 0,

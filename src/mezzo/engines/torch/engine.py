@@ -236,6 +236,12 @@ class TorchEngine:
         """The trained tensors, and the frozen one of every pair of which only one is trained."""
         return self.state() | {name: value.cpu().numpy() for name, value in self.population.frozen.items()}
 
+    def module_tensors(self, path: str) -> dict[str, npt.NDArray[np.generic]]:
+        """All tensors of the model's module at a path, trained or not."""
+        self.flush_updates()
+        tensors = self.model.get_submodule(path).state_dict()
+        return {f"{path}.{name}": value.float().cpu().numpy() for name, value in tensors.items()}
+
     @property
     def stores_transposed(self) -> bool:
         """True where weights of linear layers are stored as (in, out)."""

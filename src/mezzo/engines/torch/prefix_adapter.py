@@ -33,6 +33,10 @@ def put_prefix(model: nn.Module, folder: Path, format_: str) -> None:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not tensor.isfinite().all():
             raise ModelError(f"the prefix in {folder} is damaged: {name} holds values that are not finite numbers")
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in tensors.keys() & parameters.keys():  # a head that was trained beside the prefix
+            parameters[name].copy_(tensors.pop(name))
     prefix.set_prefix(model, {name: tensor.float().to(device) for name, tensor in tensors.items()})
 
 
@@ -53,7 +57,10 @@ def _check_shapes(model: nn.Module, shapes: dict[str, tuple[int, ...]], folder: 
         ids = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
         activations = prefix.record_activations(model, ids)
     lengths: dict[str, int] = {}
+    parameters = dict(model.named_parameters())
     for name, shape in shapes.items():
+        if name in parameters and shape == tuple(parameters[name].shape):
+            continue
         fits = name in activations and len(shape) == 3 and shape[::2] == activations[name].shape[::2]
         if not fits or (longest is not None and shape[1] > longest):
             raise ModelError(

@@ -82,7 +82,7 @@ def _quantized_lora(engine: TorchEngine, tensors: Mapping[str, Tensor]) -> dict[
     if not engine.quantized or engine.space.kind != "lora":
         return {}
     tensors = {**tensors, **engine.population.frozen}
-    paths = dict.fromkeys(name.split(".lora_")[0] for name in tensors)
+    paths = dict.fromkeys(name.split(".lora_")[0] for name in tensors if ".lora_" in name)
     return {path: (tensors[f"{path}.lora_A.weight"], tensors[f"{path}.lora_B.weight"]) for path in paths}
 
 
