@@ -24,6 +24,8 @@ class EngineSpec:
     rows: int
     fewer_rows: bool = False
     """The engine may lower `rows` where short micro-batches, which pad less, are faster."""
+    many_probes: bool = False
+    """Questions have many probes: the engine may take more of them, and fewer rows, in one forward."""
     classes: int = 0
     noise_kind: Kind = "rademacher"
     seed: int = 0

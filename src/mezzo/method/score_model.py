@@ -118,8 +118,6 @@ class ScoreModel:
         for ridge in ridges:
             fits = [inside.fit(ridge, alpha, 1) for (inside, _), alpha in zip(parts, fits, strict=True)]
             losses.append(sum(outside.losses(alpha).sum() for (_, outside), alpha in zip(parts, fits, strict=True)))
-            if min(losses[-2:]) > min(losses):
-                break  # smaller ridges only overfit further
         best = int(np.argmin(losses))
         gain = float(cross_entropies(self.base, self.labels).mean() - losses[best] / len(self.labels))
         return ridges[best], gain

@@ -128,6 +128,7 @@ class Setup:
             space=make_space(config, fresh_head=self.readout.classes > 0),
             rows=config.micro_batch or config.batch_size or ROWS,
             fewer_rows=config.micro_batch is None,
+            many_probes=config.method == "solve",
             classes=self.readout.classes,
             noise_kind=noise.get_noise(config.noise).kind,
             seed=config.seed,

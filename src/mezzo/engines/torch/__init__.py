@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
 from typing import Any
 
 from mezzo.engines.base import EngineSpec
@@ -47,8 +46,9 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
         cache_mb=spec.cache_mb,
         base_digest=quantized.checkpoint_digest(locate(spec.model), spec.quantize) if spec.quantize else "",
     )
-    if device.type == "cuda" and not engine.population.large:
-        engine.micro_batch = replace(engine.micro_batch, members=max(2, SMALL_MEMBER_ROWS // engine.micro_batch.rows))
+    if device.type == "cuda" and spec.many_probes and not engine.population.large:
+        rows = min(spec.rows, PROBE_ROWS) if spec.fewer_rows else spec.rows
+        engine.micro_batch = MicroBatch(rows, members=max(2, FORWARD_ROWS // rows), pad_to=8)
     if engine.frozen_cache and engine.frozen_cache.all_frozen and not spec.classes and device.type == "cpu":
         if spec.fewer_rows:
             engine.micro_batch = MicroBatch(rows=HEAD_ROWS)
@@ -68,7 +68,8 @@ def _reads_last_token(model: Any) -> bool:
 # lengths.
 CPU_ROWS, CPU_WASTE = 16, 0.1
 # Rows of a forward on a GPU where members differ in small tensors only: enough to hide the time in which kernels are launched.
-SMALL_MEMBER_ROWS = 1024
+# They are those of few examples, of similar length, at many probes.
+FORWARD_ROWS, PROBE_ROWS = 1024, 32
 # An LM head behind cached layers reads one position of each example: many of them are little work, and threads that
 # wait for each other cost more than they gain (ten times more where another process uses one of the cores).
 HEAD_ROWS, HEAD_THREADS = 256, 1

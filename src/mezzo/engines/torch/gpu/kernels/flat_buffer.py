@@ -67,12 +67,13 @@ def perturb(value, out, count, keys, numbers, seeds, scales, table, terms, MEMBE
             perturbed = theta + tl.load(scales + member) * z
             tl.store(out + member * count + offset, perturbed.to(out.dtype.element_ty), mask=mask)
     else:
-        for member in tl.static_range(MEMBERS):
+        for member in range(MEMBERS):
             perturbed = theta
             for term in range(terms):
-                seed = tl.load(seeds + term).to(tl.uint64, bitcast=True)
                 scale = tl.load(scales + member * terms + term)
-                perturbed += philox.scaled_noise(scale, seed, key, number, table, KIND, CHUNKS)
+                if scale != 0.0:  # members of which each has a direction of its own
+                    seed = tl.load(seeds + term).to(tl.uint64, bitcast=True)
+                    perturbed += philox.scaled_noise(scale, seed, key, number, table, KIND, CHUNKS)
             tl.store(out + member * count + offset, perturbed.to(out.dtype.element_ty), mask=mask)
 
 
