@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mezzo.drawing import Chart, Series
 from mezzo.drawing.text import draw_curve, fit_encoding, shorten
-from mezzo.runs.progress import RunProgress, format_seconds
+from mezzo.runs.progress import RunProgress, format_seconds, replay_progress
 
 START = {"method": "spsa", "steps": 1000, "budget": None, "budget_seconds": None, "step": 0, "spent": 0}
 
@@ -105,6 +105,30 @@ def test_many_steps_a_second_are_averaged_over_seconds():
 def test_a_slow_step_is_said_in_seconds():
     assert run(Watch(), {}, [{"took": 4.0}] * 5).pace == "4 s/step"
     assert [format_seconds(s) for s in (0.1, 42, 300, 9000)] == ["1 s", "42 s", "5 min", "2.5 h"]
+
+
+def test_recorded_events_tell_what_the_terminal_shows():
+    watch, lines = Watch(), []
+    live = RunProgress(watch)
+
+    def see(event: str, **values: object) -> None:
+        live(event, values)
+        lines.append({"event": event, "seconds": watch.now - 100.0, **values})
+
+    see("start", **{**START, "steps": 40})
+    see("step", step=0, spent=8, loss=5.0, slopes=[1.0])
+    live = RunProgress(watch)
+    see("start", **{**START, "steps": 40, "step": 1, "spent": 8})  # resumed
+    for number in range(1, 21):
+        watch.now += 0.7 + number / 10
+        see("step", step=number, spent=8 * number, loss=number and 1 / number, slopes=[0.0], memory_mib=1)
+    hostile = [{"event": "step", "step": []}, {"event": ["step"]}, {"event": "evaluation"}, {"event": "start"}]
+    watch.now += 2.5
+    told = replay_progress(lines, since_last=2.5)
+    assert (told.loss, told.pace, told.time_left, told.place) == (live.loss, live.pace, live.time_left, live.place)
+    assert told.seconds_left == pytest.approx(live.seconds_left)
+    assert replay_progress([*lines, *hostile[:3]]).place == live.place
+    assert replay_progress([*lines, *hostile]).pace == ""
 
 
 # ---- curves

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -146,9 +146,10 @@ def test_prefix_cache_is_reported_if_the_engine_counts_it(run, tmp_path):
 def test_unfinished_and_failed_runs_have_their_own_verdicts(run, tiny_folder, tiny_data, tmp_path):
     kept = [line for line in (run / "metrics.jsonl").read_text().splitlines(True) if '"result"' not in line]
     (run / "metrics.jsonl").write_text("".join(kept))
-    assert read_run(run).verdict.word == "running"
-    os.utime(run / "metrics.jsonl", (0, 0))
-    assert read_run(run).verdict.word == "unfinished"
+    with (run / "journal.jsonl").open() as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)  # as the process that trains it does
+        assert (read_run(run).verdict.word, read_run(run).verdict.tone) == ("running", "active")
+    assert read_run(run).verdict.word == "unfinished", "although its last line is new: its process is gone"
     assert f"mezzo train --resume {run}" in read_run(run).verdict.reason
     (run / "metrics.jsonl").unlink()
     assert len(run_charts(read_run(run))) == 4, "the journal alone gives loss, slopes, zero slopes and learning rate"
@@ -252,9 +253,8 @@ def test_unfinished_run_of_solve_says_how_much_of_its_budget_is_spent(solved, tm
     (run / "metrics.jsonl").write_text("".join(kept))
     spent = metrics(run, "step")[-1]["spent"]
     reason = read_run(run).verdict.reason
-    assert reason == f"step {read_run(run).steps}, {spent:,} of 9,000 example-forwards"
-    os.utime(run / "metrics.jsonl", (0, 0))
-    assert f"mezzo train --resume '{run}'" in read_run(run).verdict.reason
+    place = f"step {read_run(run).steps}, {spent:,} of 9,000 example-forwards"
+    assert reason == f"{place}; continue with: mezzo train --resume '{run}'"
     (run / "metrics.jsonl").unlink()
     assert read_run(run).spent == spent, "the journal knows it too"
     assert [chart.key for chart in run_charts(read_run(run))] == ["loss", "judged-loss", "gain", "step-size", "eps"]
@@ -387,7 +387,11 @@ def test_live_page_follows_a_training_run(tiny_folder, tiny_data, browser, tmp_p
         thread.start()
         page, problems = open_page(browser, server.url, 1280)
         assert page.locator(".verdict strong").inner_text() == "running"
-        assert "step 11 of 30" in page.locator(".verdict").inner_text()
+        assert re.search(r"step 11 of 30, \d+ s left", page.locator(".verdict").inner_text())
+        figures = page.locator(".figures").inner_text()
+        assert re.search(r"\d s\s+time left", figures) and re.search(r"\d (steps/s|s/step)\s+pace", figures)
+        assert re.search(r"\d\.\d{4}\s+loss", figures)
+        assert page.evaluate("getComputedStyle(document.querySelector('.verdict strong')).color") == "rgb(29, 78, 216)"
         for _ in records:
             pass
         result = session.result()

@@ -289,6 +289,21 @@ def _lock(file: int, path: Path) -> None:
         raise JournalError(f"{path.parent} is in use by another process; wait for it or stop it") from None
 
 
+def is_in_use(folder: Path) -> bool:
+    """Whether a process writes the journal of this folder: a dead one holds no lock."""
+    try:
+        file = os.open(folder / NAME, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(file)  # releases the lock
+    return False
+
+
 def _sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:

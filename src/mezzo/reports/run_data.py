@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,15 +12,13 @@ from typing import Any
 
 from mezzo.evaluation.evaluate import rank
 from mezzo.journal.header import Header
-from mezzo.journal.journal import read
+from mezzo.journal.journal import is_in_use, read
 from mezzo.reports.metrics import Metrics, RecordedEvaluation, finite_number
 from mezzo.runs.folder import METRICS, Folder
+from mezzo.runs.progress import RunProgress, replay_progress
 from mezzo.runs.verdict import Verdict, parse_verdict
 from mezzo.types import StepRecord
 from mezzo.untrusted import printable
-
-# An unfinished run counts as running for this long after its last line of metrics.
-RUNNING_SECONDS = 120
 
 
 @dataclass(frozen=True)
@@ -39,6 +36,8 @@ class RunData:
     metrics: Metrics
     mistakes: Sequence[Mapping[str, Any]]
     running: bool
+    """Whether a process trains it now."""
+    progress: RunProgress
 
     @property
     def name(self) -> str:
@@ -101,9 +100,8 @@ class RunData:
 
     @property
     def speed(self) -> float | None:
-        """Steps per second: by the median step, which evaluations do not affect."""
-        durations = [seconds for _, seconds in self.metrics.step_durations]
-        return 1 / statistics.median(durations) if durations else None
+        """Steps per second, as the terminal says it: by the recent steps."""
+        return self.progress.steps_per_second or None
 
     @property
     def verdict(self) -> Verdict:
@@ -112,9 +110,12 @@ class RunData:
             return Verdict("diverged" if "not a number" in failure else "failed", "bad", failure)
         if not metrics.result:
             bad = [each.text for each in metrics.warnings if each.kind in ("diverging", "no signal", "overfitting")]
-            reason = self.place + (f": {bad[-1]}" if bad else "")
-            hint = "" if self.running else f"; continue with: mezzo train --resume {shlex.quote(str(self.path))}"
-            return Verdict("running" if self.running else "unfinished", "bad" if bad else "neutral", reason + hint)
+            left = self.progress.time_left if self.running else ""
+            reason = ", ".join(filter(None, (self.place, left))) + (f": {bad[-1]}" if bad else "")
+            if self.running:
+                return Verdict("running", "bad" if bad else "active", reason)
+            hint = f"; continue with: mezzo train --resume {shlex.quote(str(self.path))}"
+            return Verdict("unfinished", "bad" if bad else "neutral", reason + hint)
         return parse_verdict(str(metrics.result.get("verdict") or "not tested: the run recorded no verdict"))
 
 
@@ -122,7 +123,8 @@ def read_run(path: str | Path) -> RunData:
     """Read a run folder."""
     folder = Folder.open(path)
     journal = read(folder.path)
-    metrics = Metrics(folder.metrics())
+    events = folder.metrics()
+    metrics, running = Metrics(events), is_in_use(folder.path)
     return RunData(
         path=folder.path,
         config=folder.read_config() or journal.header.config,
@@ -132,7 +134,8 @@ def read_run(path: str | Path) -> RunData:
         forwards=_count_forwards(journal.records, metrics),
         metrics=metrics,
         mistakes=folder.mistakes(),
-        running=_recently_written(folder.path / METRICS),
+        running=running,
+        progress=replay_progress(events, _seconds_since_written(folder.path / METRICS) if running else 0.0),
     )
 
 
@@ -147,8 +150,8 @@ def _count_forwards(records: Sequence[StepRecord], metrics: Metrics) -> dict[int
     return found if any(found.values()) else {}
 
 
-def _recently_written(path: Path) -> bool:
+def _seconds_since_written(path: Path) -> float:
     try:
-        return time.time() - path.stat().st_mtime < RUNNING_SECONDS
+        return max(0.0, time.time() - path.stat().st_mtime)
     except OSError:
-        return False
+        return 0.0

@@ -71,11 +71,15 @@ def _figures(run: RunData) -> str:
         figures.append(("steps with slope zero", f"{run.zero_slope_share:.1%}"))
     if run.skipped_steps:
         figures.append(("skipped steps", str(run.skipped_steps)))
-    if run.speed:
-        slow = run.speed < 1
-        figures.append(
-            ("seconds per step", f"{1 / run.speed:.3g}") if slow else ("steps per second", f"{run.speed:.3g}")
+    progress = run.progress
+    if run.running:
+        shown_now = (
+            ("loss", progress.loss.removeprefix("loss ")),
+            ("time left", progress.time_left.removesuffix(" left")),
         )
+        figures += [(name, figure) for name, figure in shown_now if figure]
+    if progress.pace:
+        figures.append(("pace", progress.pace))
     if metrics.peak_memory:
         figures.append(("peak memory", f"{metrics.peak_memory:,.0f} MiB"))
     if (seconds := finite_number(metrics.result.get("seconds"))) is not None:

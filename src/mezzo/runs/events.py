@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,8 @@ Observer = Callable[[str, dict[str, Any]], None]
 
 @dataclass
 class Events:
-    """Call it with an event and its values. Each finding of `health` becomes an event `warning`."""
+    """Call it with an event and its values; the seconds since the start are added. Each finding of `health` becomes an event
+    `warning`."""
 
     folder: Folder
     observe: Observer
@@ -26,8 +28,10 @@ class Events:
     warnings: list[str] = field(default_factory=list)
     stop_reason: str = ""
     """Why the run should end after the current step; empty while it should not."""
+    start_time: float = field(default_factory=time.monotonic)
 
     def __call__(self, event: str, values: dict[str, Any]) -> None:
+        values = {"seconds": round(time.monotonic() - self.start_time, 3), **values}
         self.folder.note(event, values)
         try:
             self.observe(event, values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,8 +47,9 @@ class RunProgress:
 
     def __call__(self, event: str, values: Mapping[str, Any]) -> None:
         if event == "start":
-            self.method, self.steps, self.budget = values["method"], values["steps"], values["budget"]
-            self.seconds = values["budget_seconds"]
+            limits = (values[name] for name in ("steps", "budget", "budget_seconds"))
+            steps, self.budget, self.seconds = (None if limit is None else float(limit) for limit in limits)
+            self.method, self.steps = str(values["method"]), None if steps is None else int(steps)
             self.step, self.spent = int(values["step"]), int(values["spent"])
         if event == "evaluation":
             self.dev = values
@@ -62,8 +63,8 @@ class RunProgress:
         self.last_step, self.step, self.spent = values, int(values["step"]) + 1, int(values["spent"])
         self.seen_steps += 1
         self.zero_slopes += not any(values["slopes"])
-        if math.isfinite(values["loss"]):
-            self._losses.append(values["loss"])
+        if math.isfinite(loss := float(values["loss"])):
+            self._losses.append(loss)
         mark = self._mark()
         if self.seen_steps == 2:
             self._marks.popleft()  # the first step loads and warms up: it counts only while there is no other
@@ -92,6 +93,13 @@ class RunProgress:
             left.append(last.time + (1 - last.share) * per_share - self.clock())
         return max(0.0, min(left)) if left and self.share < 1 else None
 
+    @property
+    def steps_per_second(self) -> float:
+        """By the recent steps; 0 while it is not known."""
+        if len(self._marks) < 2 or (took := self._marks[-1].time - self._marks[0].time) <= 0:
+            return 0.0
+        return (self._marks[-1].step - self._marks[0].step) / took
+
     # ---- as text
 
     @property
@@ -119,9 +127,7 @@ class RunProgress:
 
     @property
     def pace(self) -> str:
-        if len(self._marks) < 2 or (took := self._marks[-1].time - self._marks[0].time) <= 0:
-            return ""
-        rate = (self._marks[-1].step - self._marks[0].step) / took
+        rate = self.steps_per_second
         return f"{rate:.3g} steps/s" if rate >= 1 else f"{1 / rate:.2g} s/step" if rate else ""
 
     @property
@@ -137,6 +143,28 @@ class RunProgress:
         """What follows the place of a run, the most important first."""
         parts = (self.loss, self.time_left, self.pace, self.zero_slope_share, self.memory)
         return "  ".join(part for part in parts if part)
+
+
+def replay_progress(events: Iterable[Mapping[str, Any]], since_last: float = 0.0) -> RunProgress:
+    """The progress that a run's recorded events tell, some seconds after the last of them: what its terminal shows."""
+    now = 0.0
+
+    def clock() -> float:
+        return now
+
+    progress = RunProgress(clock)
+    for values in events:
+        event = values.get("event")
+        try:
+            if event == "start":
+                now, progress = 0.0, RunProgress(clock)
+            now = now if event == "result" else max(now, float(values.get("seconds", now)))
+            figures = {name: float(values[name]) for name in ("before", "gain", "caution") if name in values}
+            progress(str(event), {**values, **figures})
+        except (KeyError, TypeError, ValueError, OverflowError):  # a line that was edited by hand, or a stranger's
+            continue
+    now += since_last
+    return progress
 
 
 def format_seconds(seconds: float) -> str:

@@ -45,7 +45,6 @@ class Session:
     events: Events
     earlier: list[dict[str, Any]] = field(default_factory=list)
     """Metrics that the run had written before it was resumed."""
-    start_time: float = field(default_factory=time.monotonic)
     untrained: Assessment | None = None
     """The model on the test examples as it came."""
     _slopes: list[float] = field(default_factory=list)
@@ -130,8 +129,7 @@ class Session:
         try:
             for record in self.trainer.run():
                 stats = self.engine.step_stats() if isinstance(self.engine, Workers) else {}
-                progress = {"spent": self.trainer.spent, "seconds": round(time.monotonic() - self.start_time, 3)}
-                self.events("step", _step_metrics(record) | progress | stats)
+                self.events("step", _step_metrics(record) | {"spent": self.trainer.spent} | stats)
                 self._warn_if_too_slow(record)
                 yield record
         except BaseException as error:
@@ -191,7 +189,7 @@ class Session:
             zero_slope_share=zero / len(records) if records else 0.0,
             skipped_steps=skipped,
             digest=digest,
-            seconds=round(self._earlier_seconds() + time.monotonic() - self.start_time, 2),
+            seconds=round(self._earlier_seconds() + time.monotonic() - self.events.start_time, 2),
             example_forwards=trainer.spent,
             moves=sum(not record.update.empty for record in records) if method == "solve" else None,
             stopped=trainer.stopped,

@@ -10,7 +10,7 @@ from typing import Literal
 from mezzo.evaluation.evaluate import Z95
 from mezzo.runs.outcome import Gain, Gains
 
-Tone = Literal["good", "neutral", "bad"]
+Tone = Literal["good", "active", "neutral", "bad"]
 # All other verdicts are bad.
 TONES: dict[str, Tone] = {
     "worked": "good",
