@@ -153,7 +153,7 @@ def verify(path: str | Path, model: str | None = None, device: str | None = None
     content = open_journal(path)
     engine, _ = open_base_engine(content, model=model, device=device)
     try:
-        return verify_content(engine, content)
+        return verify_content(engine, content, Folder(Path(path)).snapshots if Path(path).is_dir() else None)
     finally:
         engine.close()
 

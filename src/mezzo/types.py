@@ -125,6 +125,16 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
+class GradientStep:
+    """What the gradient baseline asks of an engine: a step of AdamW on the cross-entropy of a batch. The answer is the loss
+    before it and the gradient's norm; the weights are then moved."""
+
+    batch: Batch
+    lr: float
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class PairRule:
     """From the mean cross-entropies of a ± pair to its update: (up − down) / spread is the slope; clipped to ±`clip` where
     that is positive and times `rate`, it is the coefficient. `keep` is a float32 value."""

@@ -63,12 +63,20 @@ def _train(options: Namespace) -> Any:
             pass
         run = session.result()
     if run.stopped == "interrupted":
-        say(f"stopped at step {run.steps}; continue with: mezzo train --resume {shlex.quote(run.out)}", sys.stderr)
+        again = f"; continue with: mezzo train --resume {shlex.quote(run.out)}"
+        say(f"stopped at step {run.steps}" + again * (session.setup.config.method != "adam"), sys.stderr)
     if options.json:
         say(str(run), sys.stderr)
     else:
         show_summary(run)
     return run.to_dict(), (130 if run.stopped == "interrupted" else 0)
+
+
+METHOD_WORDS = {
+    "solve": "solving for each move",
+    "spsa": "by slopes along random directions",
+    "adam": "with gradients, as a baseline",
+}
 
 
 def _announce(options: Namespace) -> None:
@@ -79,7 +87,7 @@ def _announce(options: Namespace) -> None:
         say(f"continuing {options.resume}; loading …", sys.stderr)
         return
     config = api.resolve(_all_options(options))
-    words = {"solve": "solving for each move", "spsa": "by slopes along random directions"}[choose_method(config)]
+    words = METHOD_WORDS[choose_method(config)]
     say(f"fine-tuning {config.model} on {config.task or config.train or DEFAULT_TASK}, {words}; loading …", sys.stderr)
 
 

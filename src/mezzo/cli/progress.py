@@ -83,6 +83,8 @@ def _start_line(values: dict[str, Any]) -> str:
 
 
 def _method_words(values: dict[str, Any]) -> str:
+    if values["method"] == "adam":
+        return f"AdamW with gradients, lr {values['lr']:g}"
     if values["method"] == "spsa":
         return f"lr {values['lr']:g}, eps {values['eps']:g}"
     budget = f"{values['budget']:,.0f} example-forwards" if values["budget"] else "until moves stop helping"
@@ -94,14 +96,14 @@ def _count(number: int, noun: str) -> str:
 
 
 def _plain_lines() -> Observer:
-    """A line per event: of solve for every step, of spsa with the figures at evaluations, and at least one a minute."""
+    """A line per event: of solve for every step, of other methods with the figures at evaluations, and at least one a minute."""
     progress, printed = RunProgress(), time.monotonic()
 
     def observe(event: str, values: dict[str, Any]) -> None:
         nonlocal printed
         progress(event, values)
         text = event_line(event, values)
-        if event == "evaluation" and progress.method == "spsa" and progress.seen_steps:
+        if event == "evaluation" and progress.method != "solve" and progress.seen_steps:
             text += f"  {progress.figures()}"
         elif event == "step" and (progress.method == "solve" or time.monotonic() - printed > QUIET_SECONDS):
             text = f"step {progress.step:>6}  {progress.place}  {progress.figures()}"

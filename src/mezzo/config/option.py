@@ -39,8 +39,8 @@ class Option:
     """It may change when a run is resumed."""
     reopen: Literal["", "machine", "question"] = ""
     """It may differ when the weights of a journal are rebuilt: it names the machine, or what is asked of the weights."""
-    of_method: str = ""
-    """The only `--method` that reads it; empty: every one."""
+    of_method: tuple[str, ...] = ()
+    """The values of `--method` that read it; empty: every one."""
     per_model: bool = False
     """The `mezzo.json` of a model may set it."""
     contacts: Callable[[Any], bool] | None = None

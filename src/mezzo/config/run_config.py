@@ -129,8 +129,9 @@ class RunConfig:
     noise_rank: int = option("space", 8, "rank of lowrank noise", at_least=1, commands=("signal", "bench"))
 
     method: str | None = option("method", None,
-        "solve: each move follows from all scores, without a learning rate; spsa: as published [solve for cross-entropy]",
-        choices=("solve", "spsa"))
+        "solve: each move follows from all scores, without a learning rate; spsa: as published; adam: AdamW with gradients, the "
+        "baseline, which needs their memory [solve for cross-entropy]",
+        choices=("solve", "spsa", "adam"))
     budget: str | None = option("method", None,
         "example-forwards to train for, such as 100k, or time, such as 10min [250k with --method solve]",
         resumable=True, per_model=True)
@@ -140,26 +141,26 @@ class RunConfig:
         runs_code=lambda name: ":" in name, placeholder="MODULE:FUNCTION")
     max_new_tokens: int = option("method", 16, "tokens to generate where the objective or the metric reads text",
         at_least=1, at_most=65536, reopen="question")
-    steps: int | None = option("method", None, "training steps at most [1000 with --method spsa]",
+    steps: int | None = option("method", None, "training steps at most [1000 with --method spsa or adam]",
         at_least=1, resumable=True, per_model=True,
         aliases=("max_steps", "num_steps", "epochs", "num_train_epochs"))
-    batch_size: int | None = option("method", None, "examples a step [solve decides; spsa 64 for masked, 16 for causal models]",
+    batch_size: int | None = option("method", None, "examples a step [solve decides; spsa 64 for masked, 16 for causal models; adam 8]",
         at_least=1, at_most=2**20, commands=("signal", "bench"), per_model=True, aliases=("per_device_train_batch_size",))
     lr: float | None = option("method", None, "learning rate [by model and space]",
-        at_least=0, per_model=True, of_method="spsa", aliases=("learning_rate",))
+        at_least=0, per_model=True, of_method=("spsa", "adam"), aliases=("learning_rate",))
     schedule: str | None = option("method", None, "learning rate over time: constant, linear, cosine [constant]",
-        choices="mezzo.method.optimizers:SHAPES", per_model=True, of_method="spsa", aliases=("lr_scheduler_type",))
-    warmup: int = option("method", 0, "steps of linear warm-up", at_least=0, of_method="spsa", aliases=("warmup_steps",))
+        choices="mezzo.method.optimizers:SHAPES", per_model=True, of_method=("spsa", "adam"), aliases=("lr_scheduler_type",))
+    warmup: int = option("method", 0, "steps of linear warm-up", at_least=0, of_method=("spsa", "adam"), aliases=("warmup_steps",))
     eps: float | None = option("method", None, "size of the perturbation [by model and space]",
-        positive=True, commands=("signal",), per_model=True, aliases=("epsilon", "zo_eps"))
+        positive=True, commands=("signal",), per_model=True, of_method=("solve", "spsa"), aliases=("epsilon", "zo_eps"))
     samples: int | None = option("method", None,
         "directions a step; each costs one forward pass with solve, two with spsa [solve decides; spsa 1]",
-        at_least=1, at_most=4096, commands=("bench",))
+        at_least=1, at_most=4096, commands=("bench",), of_method=("solve", "spsa"))
     weight_decay: float | None = option("method", None, "decay of the trained tensors [by model and space]",
-        at_least=0, per_model=True, of_method="spsa")
+        at_least=0, per_model=True, of_method=("spsa", "adam"))
     decay: str = option("method", "all", "what decays: all, or matrices (biases and norms do not)",
         choices="mezzo.method.space:DECAYS")
-    clip: float = option("method", 0.0, "largest slope, in absolute value; 0 does not clip", at_least=0, of_method="spsa")
+    clip: float = option("method", 0.0, "largest slope, in absolute value; 0 does not clip", at_least=0, of_method=("spsa",))
     seed: int = option("method", 0, "seed of the directions, the batches and fresh weights",
         at_least=0, at_most=LARGEST_SEED, commands=("eval", "signal"))
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from mezzo.method.noise import Kind
 from mezzo.method.space import Space
-from mezzo.types import Batch, DeviceStep, Family, MicroBatch, Probe, Question, Scores, TrainedTensor, Update
+from mezzo.types import Batch, DeviceStep, Family, GradientStep, MicroBatch, Probe, Question, Scores, TrainedTensor, Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,8 @@ class EngineSpec:
     dtype: str = "float32"
     threads: int | None = None
     remote_code: bool = False
+    gradients: bool = False
+    """The engine will be asked for gradients, so that every operation of its forward must have one."""
     quantize: str | None = None
     """Keep the frozen base in `8bit` or `4bit`."""
     tp: int = 1
@@ -103,6 +105,14 @@ class ExportableEngine(Protocol):
     def merged_model(self) -> Any:
         """A plain Hugging Face model with what was trained in its weights."""
         ...
+
+
+@runtime_checkable
+class GradientEngine(Protocol):
+    """What an engine has besides, where it can compute gradients."""
+
+    def descend(self, step: GradientStep) -> tuple[float, float]:
+        """Move the weights by a step of AdamW, whose moments the engine keeps; the loss before it, and the gradient's norm."""
 
 
 @runtime_checkable

@@ -28,6 +28,8 @@ class EngineInfo:
     """Workers can run it."""
     generates: bool = True
     """It implements `generate`."""
+    gradients: bool = False
+    """It computes gradients, for the baseline that needs them."""
     pins_cores: bool = False
     """It pins its threads to the first cores of its process, so that workers of one machine need cores of their own."""
 
@@ -41,7 +43,7 @@ class EngineInfo:
 
 
 ENGINES: dict[str, EngineInfo] = {
-    "torch": EngineInfo(factory="mezzo.engines.torch:open_engine", options=("quantize", "train_head")),
+    "torch": EngineInfo(factory="mezzo.engines.torch:open_engine", options=("quantize", "train_head"), gradients=True),
     "sglang": EngineInfo(
         factory="mezzo.engines.sglang:open_engine",
         spaces=("lora", "matrices"),

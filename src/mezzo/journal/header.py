@@ -35,6 +35,11 @@ class Header:
     engine: Mapping[str, Any] = field(default_factory=dict)
     task: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def rebuilds(self) -> bool:
+        """Whether the journal's moves lead from the base model to the weights: those of a gradient run are kept instead."""
+        return self.config.get("method") != "adam"
+
     def to_dict(self) -> dict[str, Any]:
         """As the journal stores it."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "start" or self.start}

@@ -12,10 +12,10 @@ from mezzo.method.batches import Batches
 from mezzo.method.estimators import Estimator
 from mezzo.method.objectives import Losses, Objective
 from mezzo.method.optimizers import Optimizer
-from mezzo.types import DeviceStep, Question, Slope, StepRecord, Update
+from mezzo.types import DeviceStep, GradientStep, Question, Slope, StepRecord, Update
 
 # One step as a coroutine: it yields questions, is sent each one's answer, and returns the record of the step.
-Questions: TypeAlias = Generator[Question, Any, StepRecord]
+Questions: TypeAlias = Generator[Question | GradientStep, Any, StepRecord]
 
 
 class Method(Protocol):
@@ -112,7 +112,9 @@ def make_record(
     )
 
 
-def answer_questions(questions: Questions, question: Question, answer: Callable[[Question], Any]) -> StepRecord:
+def answer_questions(
+    questions: Questions, question: Question | GradientStep, answer: Callable[[Question | GradientStep], Any]
+) -> StepRecord:
     """Run a step's coroutine, whose first question is known, to its end."""
     while True:
         try:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mezzo.engines.base import Engine, Workers
-from mezzo.errors import JournalError
+from mezzo.errors import JournalError, join_names
 from mezzo.journal.journal import Content
 from mezzo.replay.prefix_start import restore_prefix_start
 from mezzo.replay.snapshots import Snapshots, Tensors
@@ -33,11 +33,23 @@ def bring_to(engine: Engine, content: Content, at: int, snapshots: Snapshots | N
     records = content.records
     if not 0 <= at <= len(records):
         raise JournalError(f"the journal holds steps 0 to {len(records)}; there is no step {at}")
+    if not content.header.rebuilds:
+        _load_kept(engine, content, at, snapshots)
+        return
     updates = [record.update for record in records[:at]]
     if isinstance(engine, Workers):
         engine.replay_journal(updates, content.marks, str(snapshots.folder) if snapshots else None)
     else:
         replay(engine, updates, content.marks, snapshots)
+
+
+def _load_kept(engine: Engine, content: Content, at: int, snapshots: Snapshots | None) -> None:
+    """The weights of a gradient run, which its journal does not determine."""
+    if at == 0 or (snapshots and load_snapshot(engine, at, content.marks, snapshots)):
+        return
+    kept = sorted(snapshots.steps()) if snapshots else []
+    which = f"only those of steps {join_names([0, *kept])} are kept" if snapshots else "they are in its run folder"
+    raise JournalError(f"the weights of step {at} of a gradient run cannot be rebuilt: {which}")
 
 
 def replay(
@@ -82,6 +94,8 @@ class Verified:
     digest: str
     recorded: str
     torn: int
+    kept: tuple[int, ...] = ()
+    """The steps whose weights were compared, where a gradient run keeps them because its journal cannot rebuild them."""
 
     @property
     def ok(self) -> bool:
@@ -89,6 +103,11 @@ class Verified:
 
     def __str__(self) -> str:
         torn = f" ({self.torn} torn bytes at the end are ignored)" if self.torn else ""
+        if self.ok and self.kept:
+            return (
+                f"ok: the kept weights of steps {join_names(self.kept)} are as recorded; a gradient run's journal has no moves "
+                "to rebuild them from"
+            )
         if self.ok:
             return f"ok: {self.steps} steps rebuild to {self.digest[:16]}, as recorded{torn}"
         return f"MISMATCH at step {self.steps}: rebuilt {self.digest[:16]}, recorded {self.recorded[:16]}{torn}"
@@ -97,9 +116,12 @@ class Verified:
         return f"<{self}>"
 
 
-def verify(engine: Engine, content: Content) -> Verified:
-    """Rebuild from the base model alone, without snapshots, and compare at every recorded mark."""
+def verify(engine: Engine, content: Content, kept: Snapshots | None = None) -> Verified:
+    """Rebuild from the base model alone, without snapshots, and compare at every recorded mark. Of a gradient run, only the
+    weights that it `kept` can be compared."""
     check_base(engine, content)
+    if not content.header.rebuilds:
+        return _verify_kept(engine, content, kept)
     marks = sorted(step for step in content.marks if step <= content.steps)
     if not marks:
         raise JournalError(
@@ -112,3 +134,13 @@ def verify(engine: Engine, content: Content) -> Verified:
         if digest != content.marks[mark]:
             break
     return Verified(position, digest, content.marks[position], content.torn)
+
+
+def _verify_kept(engine: Engine, content: Content, snapshots: Snapshots | None) -> Verified:
+    steps = tuple(step for step in sorted(snapshots.steps()) if step in content.marks) if snapshots else ()
+    if not steps or snapshots is None:
+        raise JournalError(f"{content.path}: a gradient run is verified by the weights in its run folder, and none are there")
+    for step in steps:
+        if not load_snapshot(engine, step, content.marks, snapshots):
+            return Verified(step, "damaged", content.marks[step], content.torn)
+    return Verified(steps[-1], content.marks[steps[-1]], content.marks[steps[-1]], content.torn, steps)

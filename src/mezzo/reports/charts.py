@@ -106,13 +106,17 @@ def _judged(run: RunData) -> Iterator[Chart]:
 
 
 def _slopes(run: RunData) -> Iterator[Chart]:
-    """The slopes of spsa by size and over time, and the learning rate."""
+    """The slopes of spsa by size and over time, or the gradient's norm, and the learning rate."""
     if run.method == "solve" or not run.records:
         return
-    yield from _slope_histogram(run)
-    zero_slopes = [float(not any(record.slopes)) for record in run.records]
-    line = Series("share of steps with slope zero", *_aggregate(run, zero_slopes)[:2], 3)
-    yield Chart("zero-slopes", "zero slopes over time", (line,), percent=True, from_zero=True)
+    if run.method == "adam":
+        norms = Series("norm", *_aggregate(run, [sum(record.slopes) for record in run.records])[:2], 3)
+        yield Chart("gradient", "norm of the gradient", (norms,), from_zero=True)
+    else:
+        yield from _slope_histogram(run)
+        zero_slopes = [float(not any(record.slopes)) for record in run.records]
+        line = Series("share of steps with slope zero", *_aggregate(run, zero_slopes)[:2], 3)
+        yield Chart("zero-slopes", "zero slopes over time", (line,), percent=True, from_zero=True)
     line = Series("lr", *_aggregate(run, [record.lr for record in run.records])[:2], 5)
     yield Chart("learning-rate", "learning rate", (line,), from_zero=True)
 

@@ -64,7 +64,7 @@ def _comparison_row(run: RunData) -> str:
         f"{evaluation.step:,}" if evaluation else "–",
         f"{run.steps:,}",
         html.count(run.spent) if run.spent else "–",
-        "–" if run.method == "solve" else f"{run.zero_slope_share:.1%}",
+        "–" if run.method != "spsa" else f"{run.zero_slope_share:.1%}",
         f"{run.speed:.3g}" if run.speed else "–",
         f"{metrics.peak_memory:,.0f}" if metrics.peak_memory else "–",
     )

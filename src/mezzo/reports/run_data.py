@@ -45,7 +45,8 @@ class RunData:
 
     @property
     def method(self) -> str:
-        return "solve" if self.config.get("method") == "solve" else "spsa"
+        method = self.config.get("method")
+        return str(method) if method in ("solve", "adam") else "spsa"
 
     @property
     def planned_steps(self) -> int | None:

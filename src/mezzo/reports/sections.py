@@ -67,7 +67,7 @@ def _figures(run: RunData) -> str:
     if run.method == "solve":
         of = f"example-forwards of {run.budget:,.0f}" if run.budget else "example-forwards"
         figures += [(of, f"{run.spent or 0:,.0f}"), ("moves taken", str(run.moves))]
-    elif run.records:
+    elif run.records and run.method == "spsa":
         figures.append(("steps with slope zero", f"{run.zero_slope_share:.1%}"))
     if run.skipped_steps:
         figures.append(("skipped steps", str(run.skipped_steps)))

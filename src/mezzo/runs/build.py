@@ -17,6 +17,7 @@ from mezzo.journal.journal import Journal, read
 from mezzo.method import noise, rounding
 from mezzo.method.batches import ExampleStream, make_batches
 from mezzo.method.estimators import Spsa
+from mezzo.method.gradient import GradientMethod
 from mezzo.method.method import EstimatorMethod, Method
 from mezzo.method.objectives import Objective, ObjectiveFunction
 from mezzo.method.optimizers import Sgd, schedule
@@ -82,6 +83,11 @@ def resume_run(
     content, engine = journal.content, None
     header = content.header
     try:
+        if not header.rebuilds:
+            raise JournalError(
+                "a gradient run cannot be resumed: its journal holds losses and no moves, and AdamW's moments are not kept; "
+                "start it again. Its best and last weights can be evaluated and exported"
+            )
         stored = {key: value for key, value in folder.read_config().items() if key in RESUMABLE}
         remembered = flatten({**header.config, **stored})  # no table hides an option from the checks
         _check_same_objective(str(remembered.get("objective")), function, changes.pop("objective", None))
@@ -160,7 +166,22 @@ def _make_spsa(setup: Setup, objective: Objective) -> Method:
     )
 
 
-METHODS: dict[str, Callable[[Setup, Objective], Method]] = {"solve": _make_solve, "spsa": _make_spsa}
+def _make_adam(setup: Setup, objective: Objective) -> Method:
+    config = setup.config
+    assert config.lr is not None and config.steps is not None
+    assert config.schedule is not None and config.batch_size is not None
+    return GradientMethod(
+        schedule(config.schedule, config.lr, config.steps, config.warmup),
+        make_batches(setup.train_prompts, setup.readout, config.seed, config.batch_size),
+        config.weight_decay or 0.0,
+    )
+
+
+METHODS: dict[str, Callable[[Setup, Objective], Method]] = {
+    "solve": _make_solve,
+    "spsa": _make_spsa,
+    "adam": _make_adam,
+}
 
 
 def _load(setup: Setup, observe: Observer, function: Function | None) -> Objective:
@@ -174,6 +195,8 @@ def _load(setup: Setup, observe: Observer, function: Function | None) -> Objecti
 
 
 def _open_engine(setup: Setup) -> Engine:
+    if setup.config.method == "adam" and torchrun.RankGroup.current is not None:
+        raise ConfigError("--method adam runs in one process: start it without torchrun")
     return open_workers(setup.config, setup.engine_spec) or setup.open_engine()
 
 

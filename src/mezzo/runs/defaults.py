@@ -33,6 +33,10 @@ PUBLISHED: dict[tuple[str, str], dict[str, float]] = {
     ("causal", "head"): {"lr": 1e-4, "eps": 1e-3, "weight_decay": 0.0},
 }
 
+# The gradient baseline: middle of the published grids for Adam (any other space: as `full`), without weight decay.
+ADAM_RATES = {"full": 3e-5, "lora": 3e-4, "prefix": 3e-2, "head": 1e-3}
+ADAM = {"steps": STEPS, "schedule": "linear", "batch_size": 8, "weight_decay": 0.0}
+
 # In bfloat16 a matrix W ± εz made in scratch realises z with an error of an eighth at ε = 1e-3 (weights about 0.02); the
 # low-rank term is added to activations instead. LoRA factors are float32, and their noise is dense.
 NOISE = {"float32": "rademacher", "float16": "rademacher", "bfloat16": "lowrank"}
@@ -85,14 +89,16 @@ def apply_defaults(config: RunConfig, family: str) -> RunConfig:
     space = asked if (family, asked) in PUBLISHED else "full"
     published = {**PUBLISHED[family, space], **ours.get(asked, {})}
     chosen: dict[str, Any] = {"noise": "lowrank" if asked in engine.low_rank_spaces else NOISE[config.dtype]}
-    if config.method == "solve":
+    if config.method == "adam":
+        chosen |= {**ADAM, "lr": ADAM_RATES.get(asked, ADAM_RATES["full"])}
+    elif config.method == "solve":
         chosen |= {"eps": published["eps"], "budget": published.get("budget", BUDGET)}
     else:
         chosen |= {"steps": STEPS, "schedule": "constant", "batch_size": BATCH[family], "samples": 1, **published}
         chosen.pop("budget", None)
     missing = {name: value for name, value in chosen.items() if getattr(config, name) is None}
     config = config.replace(**missing)
-    if config.eval_every is None and config.method == "spsa":
+    if config.eval_every is None and config.method != "solve":
         assert config.steps is not None
         config = config.replace(eval_every=max(1, config.steps // 10))
     return config
@@ -104,22 +110,26 @@ def choose_method(config: RunConfig, one_direction: bool = False) -> str:
     `one_direction`: a probe is an adapter of the noise's rank, and cannot be the sum of many directions that a move is.
     """
     objective = OBJECTIVES.get(config.objective)
-    given = [OPTIONS[n] for n in option_names(of_method="spsa") if getattr(config, n) != OPTIONS[n].default]
-    if config.method == "solve":
-        if objective is None or not objective.smooth:
-            smooth = " or ".join(name for name, each in OBJECTIVES.items() if each.smooth)
+    smooth = objective is not None and objective.smooth
+    given = [o for o in OPTIONS.values() if o.of_method and getattr(config, o.name) != o.default]
+    if config.method in ("solve", "adam"):
+        if not smooth:
+            names = " or ".join(name for name, each in OBJECTIVES.items() if each.smooth)
             raise ConfigError(
-                f"--method solve needs a loss with slopes ({smooth}); {config.objective!r} is trained with --method spsa"
+                f"--method {config.method} needs a loss with slopes ({names}); {config.objective!r} is trained with --method spsa"
             )
-        if one_direction:
+        if others := [o for o in given if config.method not in o.of_method]:
+            why = "it decides how far to move by itself" if config.method == "solve" else "it follows the gradient"
             raise ConfigError(
-                f"--method solve does not train {config.space!r} on {config.engine}, where a probe is an adapter of one "
-                "direction: use --space lora, or --method spsa"
+                f"--method {config.method} has no {others[0].flag}: {why}. Leave it out, or add --method spsa"
             )
-        if given:
-            raise ConfigError(
-                f"--method solve has no {given[0].flag}: it decides how far to move by itself. Leave it out, or add --method spsa"
-            )
+    if config.method == "solve" and one_direction:
+        raise ConfigError(
+            f"--method solve does not train {config.space!r} on {config.engine}, where a probe is an adapter of one "
+            "direction: use --space lora, or --method spsa"
+        )
+    if config.method == "adam" and (not ENGINES[config.engine].gradients or config.workers):
+        raise ConfigError("--method adam needs gradients: it runs in one process of the torch engine, without workers")
     if config.method:
         return config.method
-    return "solve" if objective is not None and objective.smooth and not given and not one_direction else "spsa"
+    return "spsa" if not smooth or one_direction or any("solve" not in o.of_method for o in given) else "solve"

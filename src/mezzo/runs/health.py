@@ -14,9 +14,10 @@ Kind = Literal["diverging", "no signal", "overfitting"]
 # Steps whose median counts as the present loss when divergence is checked.
 RECENT = 10
 # Steps whose mean counts as the training loss around a step, for comparison with dev: solve has few and large steps.
-WINDOW = {"solve": 4, "spsa": 50}
+WINDOW = {"solve": 4, "spsa": 50, "adam": 50}
 AGAINST_DIVERGENCE = {
     "solve": "a smaller --eps or more training examples; the best checkpoint so far is kept",
+    "adam": "an --lr three to ten times smaller; the best checkpoint so far is kept",
     "spsa": "an --lr three to ten times smaller, or bound single steps with --clip; the best checkpoint so far is kept",
 }
 # Consecutive steps without any slope after which there is no signal.
@@ -111,7 +112,7 @@ class Health:
             step,
             f"overfitting: the training loss keeps falling ({_mean(then):.3g} to {_mean(now):.3g}) while the dev loss has "
             f"risen from {low:.3g} at step {best} to {loss:.3g}. The best checkpoint is kept and tested; more data, "
-            f"{'fewer steps' if self.method == 'spsa' else 'a smaller --budget'} or --patience help",
+            f"{'a smaller --budget' if self.method == 'solve' else 'fewer steps'} or --patience help",
         )
 
     def _diverging(self, step: int, what: str, first: float, now: float) -> Finding:

@@ -21,11 +21,12 @@ AUTO = {"masked": "AutoModelForMaskedLM", "causal": "AutoModelForCausalLM"}
 def model_card(kind: str, header: Header, events: Sequence[Mapping[str, Any]], step: int, steps: int) -> str:
     """The card's text. `events` are the run's metrics, where there are any: a compact journal has none."""
     config, task = header.config, header.task
+    how, passes = ("MeZO", "forward passes only") if header.rebuilds else ("AdamW", "gradients")
     lines = [
         *_front("mezzo" if config["space"] == "prefix" else LIBRARY[kind], str(config["model"])),
-        f"# {_quote(task['name'])}: {_quote(_short(str(config['model'])))} after {step} steps of MeZO",
+        f"# {_quote(task['name'])}: {_quote(_short(str(config['model'])))} after {step} steps of {how}",
         "",
-        f"Fine-tuned with forward passes only by mezzo {__version__}: {_quote(config['space'])} trained on the task "
+        f"Fine-tuned with {passes} by mezzo {__version__}: {_quote(config['space'])} trained on the task "
         f"{_quote(task['name'])}, journal position {step} of {steps}.",
         "",
         "## Results",

@@ -31,6 +31,9 @@ from mezzo.types import StepRecord
 
 # After this many steps, an expected movement of the weights below this share of their size is warned about.
 SLOW_CHECK_STEP, SLOW_SHARE = 50, 1e-3
+# By method, what to lower against losses that are not finite.
+SMALLER = {"solve": "--eps", "spsa": "--lr or --eps", "adam": "--lr"}
+MIB = 2**20
 
 
 @dataclass(repr=False)
@@ -97,6 +100,13 @@ class Session:
         if size > train and not start:
             text = f"--batch-size {size} is more than the {train} training examples: every step sees all of them"
             self.events.warn(0, text)
+        if self.setup.config.method == "adam":
+            extra = 12 * self.engine.describe()["trained_parameters"] / MIB
+            text = (
+                f"--method adam is the gradient baseline: it keeps gradients and two moments ({extra:,.0f} MiB) and the "
+                "activations of a backward pass beside what inference needs, and such a run cannot be resumed or rebuilt"
+            )
+            self.events.warn(0, text)
         if self.trainer.has_reached_limit():
             text = (
                 f"this run has finished: its {start} steps are done. "
@@ -141,6 +151,8 @@ class Session:
 
     def _warn_if_too_slow(self, record: StepRecord) -> None:
         """Warn about a learning rate so small that the whole run would hardly move the weights."""
+        if self.setup.config.method != "spsa":
+            return
         self._slopes += list(record.slopes)
         if record.step - self.trainer.start != SLOW_CHECK_STEP or record.lr == 0 or not any(self._slopes):
             return
@@ -219,7 +231,7 @@ class Session:
             self.events.warn(
                 self.trainer.step,
                 f"{skipped} of {self.trainer.step} steps had no finite loss and were skipped: "
-                f"a smaller {'--lr or ' if self.setup.config.method == 'spsa' else ''}--eps may help",
+                f"a smaller {SMALLER[str(self.setup.config.method)]} may help",
             )
         return skipped
 

@@ -140,6 +140,7 @@ class Setup:
             threads=config.threads,
             remote_code=config.remote_code,
             quantize=config.quantize,
+            gradients=config.method == "adam",
             tp=config.tp,
             urls=config.url,
         )

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
-from mezzo.engines.base import Engine
+from mezzo.engines.base import Engine, GradientEngine
 from mezzo.errors import JournalError, RunFailed
 from mezzo.evaluation.evaluate import Evaluation, rank
 from mezzo.journal.journal import Journal
 from mezzo.method.method import DeviceMethod, Method, Questions, answer_questions
 from mezzo.replay.snapshots import Snapshots
-from mezzo.types import DeviceStep, Question, StepRecord
+from mezzo.types import DeviceStep, GradientStep, Question, StepRecord
 
 # Consecutive steps without a finite loss after which a run gives up.
 MAX_SKIPS = 20
@@ -112,11 +112,14 @@ class MeZOTrainer:
         return record
 
     def _run_on_host(self, step: int) -> StepRecord:
-        def answer(question: Question) -> Any:
+        def answer(question: Question | GradientStep) -> Any:
+            if isinstance(question, GradientStep):
+                assert isinstance(self.engine, GradientEngine)
+                return self.engine.descend(question)
             if question.max_new_tokens:
                 return self.engine.generate(question.batch, question.probes, question.max_new_tokens)
             if self.engine.pipeline is not None and self.method.looks_ahead and step + 1 < self.limits.steps:
-                self.engine.pipeline.prefetch(lambda: self._upcoming.questions(step + 1)[1])
+                self.engine.pipeline.prefetch(lambda: cast(Question, self._upcoming.questions(step + 1)[1]))
             return self.engine.score(question.batch, question.probes)
 
         return answer_questions(*self._upcoming.questions(step), answer)
@@ -208,10 +211,10 @@ class _Upcoming:
     def __init__(self, method: Method) -> None:
         self.method = method
         self.device_method = method if isinstance(method, DeviceMethod) else None
-        self._questions: dict[int, tuple[Questions, Question]] = {}
+        self._questions: dict[int, tuple[Questions, Question | GradientStep]] = {}
         self._device_steps: dict[int, DeviceStep | None] = {}
 
-    def questions(self, step: int) -> tuple[Questions, Question]:
+    def questions(self, step: int) -> tuple[Questions, Question | GradientStep]:
         """The step's coroutine and the first question it asked."""
         if step not in self._questions:
             self._questions = {number: kept for number, kept in self._questions.items() if number == step - 1}

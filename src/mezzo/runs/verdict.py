@@ -49,7 +49,7 @@ def judge(findings: Set[str], method: str, best_step: int, gains: Gains) -> Verd
     better = plain is not None and plain.better
     at = f"the checkpoint of step {best_step} that was tested: {tested}"
     if "diverging" in findings:
-        remedy = "a smaller --lr is needed" if method == "spsa" else "a smaller --eps may help"
+        remedy = "a smaller --lr is needed" if method != "solve" else "a smaller --eps may help"
         return _verdict("diverged", f"the loss grew instead of falling: {remedy}; {at}")
     if "no signal" in findings and not better:
         return _verdict("no signal", f"steps without any slope moved nothing: a larger --eps is needed; {tested}")
@@ -97,7 +97,7 @@ def _explain_stillness(method: str, best_step: int, n: int, plain: Gain) -> str:
         why = f"no step was better on dev than the model as it came ({plain.after:.1%}, n={n:,})"
     else:
         why = f"{plain.after:.1%} before and after training (n={n:,})"
-    help = "A larger --lr, more steps" if method == "spsa" else "More training examples, a larger --budget"
+    help = "A larger --lr, more steps" if method != "solve" else "More training examples, a larger --budget"
     return f"{why}. {help} or another --template or --words may help"
 
 

@@ -44,6 +44,7 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
         device=device,
         prefix_ids=spec.prefix_ids,
         cache_mb=spec.cache_mb,
+        gradients=spec.gradients,
         base_digest=quantized.checkpoint_digest(locate(spec.model), spec.quantize) if spec.quantize else "",
     )
     if device.type == "cuda" and spec.many_probes and not engine.population.large:

@@ -26,13 +26,14 @@ from mezzo.engines.torch.forward.prefix import tensor_infos
 from mezzo.engines.torch.forward.probe_point import ProbePoint, places_of
 from mezzo.engines.torch.forward.shared_prompts import can_share, score_candidates, within_windows
 from mezzo.engines.torch.forward.trained_modules import TrainedModules
+from mezzo.engines.torch.gradients import GradientDescent
 from mezzo.engines.torch.initial_values import initial_lora_factor, initial_prefix, untrained_partners
 from mezzo.engines.torch.quantized import is_quantized
 from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.errors import ConfigError, ModelError, RunFailed, SpaceError, is_out_of_memory
 from mezzo.method import noise
 from mezzo.method.space import ADAPTERS, Space, lora_names, select
-from mezzo.types import Batch, MicroBatch, Probe, Scores, TrainedTensor, Update
+from mezzo.types import Batch, GradientStep, MicroBatch, Probe, Scores, TrainedTensor, Update
 
 if TYPE_CHECKING:
     from mezzo.engines.torch.gpu.graphs import Graphs
@@ -57,6 +58,7 @@ class TorchEngine:
         device: str | torch.device = "cpu",
         prefix_ids: Sequence[int] = (),
         cache_mb: float = 0,
+        gradients: bool = False,
         base_digest: str = "",
     ) -> None:
         refuse_pairs(model.config)
@@ -83,7 +85,7 @@ class TorchEngine:
         self.trained: tuple[TrainedTensor, ...] = select(space, self.catalogue)
         self.transposed = {t.name for t in self.catalogue if t.transposed}
         start = {**dict(self.model.named_parameters()), **stored, **prefixes}
-        self.population = self._make_population(start, NoiseSource(noise_kind, self.device), seed)
+        self.population = self._make_population(start, NoiseSource(noise_kind, self.device), seed, not gradients)
         modules = TrainedModules(self.model, self.population, space.scaling)
         # Before the parameters become views: a CPU runs no plain forward once they are 16-bit.
         self.frozen_cache = frozen_cache.find(model, modules.changed_by_training(), int(cache_mb * frozen_cache.MIB))
@@ -93,6 +95,7 @@ class TorchEngine:
         self.forward = Forward(self.model, self.population, self.frozen_cache, self.causal)
         self.at_close: Callable[[], None] = lambda: None
         self._last_rows: tuple[Batch, list[PaddedRows]] | None = None
+        self.descent = GradientDescent(self) if gradients else None
         self.graphs, self.pipeline = self._make_fast_path()
 
     # ---- the contract
@@ -174,6 +177,11 @@ class TorchEngine:
             self.population.apply_all(updates)
         else:
             self.graphs.apply(updates)
+
+    def descend(self, step: GradientStep) -> tuple[float, float]:
+        """Move the weights by a step of AdamW; the loss before it, and the gradient's norm."""
+        assert self.descent is not None, "the engine was opened without gradients"
+        return self.descent.step(step)
 
     def flush_updates(self) -> None:
         """Launch the update that waits for the next forward: before anything but a graph reads the weights."""
@@ -281,7 +289,9 @@ class TorchEngine:
 
     # ---- the model's parameters
 
-    def _make_population(self, start: Mapping[str, Tensor], source: NoiseSource, seed: int) -> Population:
+    def _make_population(
+        self, start: Mapping[str, Tensor], source: NoiseSource, seed: int, kernels: bool
+    ) -> Population:
         """The trained tensors at their initial values; `start` has those that do not follow from the seed."""
 
         def initial(t: TrainedTensor) -> Tensor:
@@ -290,7 +300,7 @@ class TorchEngine:
         partners = untrained_partners(self.space, self.trained, self.catalogue)
         compute = torch.float32 if self.device.type == "cpu" else self.dtype
         trained = [(t, initial(t)) for t in self.trained]
-        return Population(trained, source, {t.name: initial(t) for t in partners}, compute)
+        return Population(trained, source, {t.name: initial(t) for t in partners}, compute, kernels)
 
     def _make_fast_path(self) -> tuple[Graphs | None, Pipeline | None]:
         if self.device.type != "cuda" or not self.population.ops.uses_kernels:

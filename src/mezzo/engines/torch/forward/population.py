@@ -63,8 +63,9 @@ class Population:
         source: NoiseSource,
         frozen: Mapping[str, Tensor] | None = None,
         compute: torch.dtype = torch.float32,
+        kernels: bool = True,
     ) -> None:
-        self.ops = choose_ops(source, compute)
+        self.ops = choose_ops(source, compute) if kernels else ReferenceOps(source)
         self.compute = compute
         self.frozen = dict(frozen or {})  # LoRA factors that take part in the forward but are not trained
         self.trained = {trained.name: trained for trained, _ in tensors}
