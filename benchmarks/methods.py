@@ -27,6 +27,7 @@ from mezzo.config import from_mapping
 from mezzo.engines.base import Engine
 from mezzo.errors import MezzoError
 from mezzo.evaluation.evaluate import score_prompts
+from mezzo.method.gradient import PASSES
 from mezzo.method.method import Method, answer_questions
 from mezzo.method.objectives import accuracy_of, cross_entropy
 from mezzo.method.space import SPACES
@@ -35,7 +36,7 @@ from mezzo.runs.build import make_method
 from mezzo.runs.setup import Setup, resolve_setup
 from mezzo.runs.trainer import MAX_SKIPS
 from mezzo.tasks import get_task
-from mezzo.types import Batch, Prompt, StepRecord
+from mezzo.types import Batch, GradientStep, Prompt, Question, StepRecord
 
 METHODS = ("solve", *(name + shape for name in BASELINES for shape in ("", "-linear")), "adam")
 ADAM_RATE = 3e-5
@@ -69,7 +70,13 @@ def train(engine: Engine, method: Method, checkpoints: list[int], test: Batch, d
 
 def ask(engine: Engine, method: Method, step: int) -> StepRecord:
     questions = method.step(step)
-    return answer_questions(questions, next(questions), lambda asked: engine.score(asked.batch, asked.probes))
+
+    def answer(asked: Question | GradientStep) -> Any:
+        if isinstance(asked, GradientStep):
+            return engine.descend(asked)  # type: ignore[attr-defined]
+        return engine.score(asked.batch, asked.probes)
+
+    return answer_questions(questions, next(questions), answer)
 
 
 def evaluate(engine: Engine, batch: Batch, name: str) -> Figures:
@@ -84,7 +91,7 @@ def run(job: Job) -> dict[str, Any]:
     """One run in this process. A failed one has an `error` instead of a curve, and is tried again by the next command."""
     key, began = job["key"], time.monotonic()
     try:
-        curve = run_adam(job) if key["method"] == "adam" else run_method(job)
+        curve = run_method(job)
     except Exception as error:  # one bad run must not end the others
         return {**key, "error": f"{type(error).__name__}: {error}"[-800:]}
     return {**key, "curve": curve, "seconds": round(time.monotonic() - began, 1)}
@@ -92,7 +99,12 @@ def run(job: Job) -> dict[str, Any]:
 
 def run_method(job: Job) -> list[Figures]:
     key, options = job["key"], job["options"]
-    own = {"method": "solve", "budget": str(key["budget"])} if key["method"] == "solve" else {"method": "spsa"}
+    own: dict[str, Any] = {"method": "spsa"}
+    if key["method"] == "solve":
+        own = {"method": "solve", "budget": str(key["budget"])}
+    if key["method"] == "adam":  # a ceiling: all parameters, whatever the space of the others
+        steps = max(1, key["budget"] // (PASSES * key["batch"]))
+        own = {"method": "adam", "space": "full", "lr": key["lr"], "batch_size": key["batch"], "steps": steps}
     baseline = BASELINES.get(key["method"].partition("-")[0])
     setup = resolve_setup(from_mapping({**options, **own, **(baseline.options if baseline else {})}))
     examples = encode(json.dumps(options))
@@ -121,18 +133,6 @@ def encode(options: str) -> Setup:
 def encode_part(options: str, part: str) -> tuple[Prompt, ...]:
     setup = encode(options)
     return setup.encode(getattr(setup.splits, part))
-
-
-def run_adam(job: Job) -> list[Figures]:
-    """AdamW with gradients on all parameters: a ceiling. It sees each example as often as the budget allows, at most 30 times."""
-    import adam
-
-    key, options = job["key"], job["options"]
-    train_size = len(encode(json.dumps(options)).splits.train)
-    epochs = max(1, min(30 if train_size < 500 else 10, key["budget"] // train_size))
-    found = adam.finetune(options, lr=key["lr"], epochs=epochs, by_loss=True)
-    figures = {"test_loss": found["loss"], "test_accuracy": found["accuracy"], "dev_loss": found["dev_loss"]}
-    return [{"at": key["budget"], "steps": found["steps"], **figures}]
 
 
 def settings_of(method: str, space: str, batch_sizes: list[int]) -> list[dict[str, float]]:

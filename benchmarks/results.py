@@ -30,6 +30,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "lora": {"method": "spsa", "space": "lora"},
     "head": {"method": "spsa", "space": "head"},
     "prefix": {"method": "spsa", "space": "prefix"},
+    "adam": {"method": "adam", "space": "full", "batch_size": 16},
     "accuracy": {"method": "spsa", "space": "full", "objective": "accuracy", "eps": 1e-2, "lr": 3e-5},
 }
 
@@ -37,18 +38,13 @@ METHODS: dict[str, dict[str, Any]] = {
 def one(job: dict[str, Any]) -> dict[str, Any]:
     """One run in this process, through the public interface."""
     began = time.monotonic()
-    if job["key"]["method"].startswith("adam"):
-        import adam
+    import mezzo
 
-        found = adam.finetune(job["options"], **job.get("adam", {}))
-    else:
-        import mezzo
-
-        with tempfile.TemporaryDirectory() as out:
-            run = mezzo.finetune(**job["options"], out=out)
-            events = map(json.loads, (Path(out) / "metrics.jsonl").read_text().splitlines())
-            dev = max(event["value"] for event in events if event["event"] == "evaluation")
-        found = {**run.to_dict(), "dev": dev}
+    with tempfile.TemporaryDirectory() as out:
+        run = mezzo.finetune(**job["options"], out=out)
+        events = map(json.loads, (Path(out) / "metrics.jsonl").read_text().splitlines())
+        dev = max(event["value"] for event in events if event["event"] == "evaluation")
+    found = {**run.to_dict(), "dev": dev}
     keys = (
         "value",
         "dev",
@@ -107,13 +103,7 @@ def jobs_of(options: argparse.Namespace) -> list[dict[str, Any]]:
         }
         job = {"key": {"task": task, "k": int(k), "seed": int(seed), "method": method}, "options": chosen}
         extra = dict(pair.split("=") for pair in changes.split(":")) if changes else {}
-        if name == "adam":
-            job["adam"] = {
-                "epochs": 10 if int(k) > 100 else 30,
-                **{key: int(value) if key == "epochs" else float(value) for key, value in extra.items()},
-            }
-        else:
-            chosen.update({**METHODS[name], "steps": options.steps, "batch_size": 64, **extra})
+        chosen.update({"steps": options.steps, "batch_size": 64, **METHODS[name], **extra})
         jobs.append(job)
     return jobs
 

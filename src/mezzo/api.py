@@ -49,7 +49,7 @@ def finetune(
     observe: Observer | None = None,
     **options: Any,
 ) -> Run:
-    """Fine-tune a model with forward passes only and return the run.
+    """Fine-tune a model with forward passes only (or, for comparison, `method="adam"`) and return the run.
 
     Without arguments, the bundled masked LM learns the bundled questions. `options` are those of `mezzo train --help`;
     `config` is a TOML file of them; `resume` continues a run folder. `task` may also be a dict or a Task, and `objective` a

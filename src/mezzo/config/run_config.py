@@ -144,13 +144,15 @@ class RunConfig:
     steps: int | None = option("method", None, "training steps at most [1000 with --method spsa or adam]",
         at_least=1, resumable=True, per_model=True,
         aliases=("max_steps", "num_steps", "epochs", "num_train_epochs"))
-    batch_size: int | None = option("method", None, "examples a step [solve decides; spsa 64 for masked, 16 for causal models; adam 8]",
+    batch_size: int | None = option("method", None,
+        "examples a step [solve decides; spsa 64 for masked, 16 for causal models; adam 8]",
         at_least=1, at_most=2**20, commands=("signal", "bench"), per_model=True, aliases=("per_device_train_batch_size",))
     lr: float | None = option("method", None, "learning rate [by model and space]",
         at_least=0, per_model=True, of_method=("spsa", "adam"), aliases=("learning_rate",))
     schedule: str | None = option("method", None, "learning rate over time: constant, linear, cosine [constant]",
         choices="mezzo.method.optimizers:SHAPES", per_model=True, of_method=("spsa", "adam"), aliases=("lr_scheduler_type",))
-    warmup: int = option("method", 0, "steps of linear warm-up", at_least=0, of_method=("spsa", "adam"), aliases=("warmup_steps",))
+    warmup: int = option("method", 0, "steps of linear warm-up",
+        at_least=0, of_method=("spsa", "adam"), aliases=("warmup_steps",))
     eps: float | None = option("method", None, "size of the perturbation [by model and space]",
         positive=True, commands=("signal",), per_model=True, of_method=("solve", "spsa"), aliases=("epsilon", "zo_eps"))
     samples: int | None = option("method", None,

@@ -11,7 +11,18 @@ import numpy.typing as npt
 
 from mezzo.method.noise import Kind
 from mezzo.method.space import Space
-from mezzo.types import Batch, DeviceStep, Family, GradientStep, MicroBatch, Probe, Question, Scores, TrainedTensor, Update
+from mezzo.types import (
+    Batch,
+    DeviceStep,
+    Family,
+    GradientStep,
+    MicroBatch,
+    Probe,
+    Question,
+    Scores,
+    TrainedTensor,
+    Update,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,9 @@ def export_compact(content: Content, path: Path, best: int | None = None) -> int
     """
     seed = content.header.seed
     if not content.header.rebuilds:
-        raise JournalError("a compact journal rebuilds weights, and a gradient run's cannot: export the adapter or the model")
+        raise JournalError(
+            "a compact journal rebuilds weights, and a gradient run's cannot: export the adapter or the model"
+        )
     if sum(len(record.update.terms) for record in content.records) > MAX_TERMS:
         raise JournalError(f"{content.path}: a compact journal holds at most {MAX_TERMS:,} directions")
     directions = [_directions(record, seed, content.path) for record in content.records]

@@ -139,7 +139,9 @@ def verify(engine: Engine, content: Content, kept: Snapshots | None = None) -> V
 def _verify_kept(engine: Engine, content: Content, snapshots: Snapshots | None) -> Verified:
     steps = tuple(step for step in sorted(snapshots.steps()) if step in content.marks) if snapshots else ()
     if not steps or snapshots is None:
-        raise JournalError(f"{content.path}: a gradient run is verified by the weights in its run folder, and none are there")
+        raise JournalError(
+            f"{content.path}: a gradient run is verified by the weights in its run folder, and none are there"
+        )
     for step in steps:
         if not load_snapshot(engine, step, content.marks, snapshots):
             return Verified(step, "damaged", content.marks[step], content.torn)
