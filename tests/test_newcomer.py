@@ -130,6 +130,7 @@ MISTAKES = {
         "lower --noise-rank below",
     ),
     "settings of a model": Mistake(train(model="unset"), "mezzo.json cannot be used", "fix or delete it"),
+    "not a finite number": Mistake(train(lr="nan"), "lr must be a finite number", "not nan"),
     "GPU wanted": Mistake(train(device="cuda"), "sees no GPU", "use --device cpu"),
 }
 
@@ -249,9 +250,14 @@ def test_a_finished_run_resumed_and_a_folder_used_twice(folder, capsys):
     assert "this run has finished: its 4 steps are done" in err
     assert "Train on with --resume run --steps N, N more than 4" in err
     assert call("train", "--resume", "run", "--steps", "6") == 0
+    shutil.copytree("run", "my run")
     capsys.readouterr()
     for typed, message in (
         (train(out="run"), "run holds a run already: continue it with --resume run, or choose another --out"),
+        (
+            train(out="my run"),
+            "my run holds a run already: continue it with --resume 'my run', or choose another --out",
+        ),
         (("train", "--resume", "run", "--lr", "1"), "a resumed run keeps its settings; lr cannot change"),
         (("export", "run", "zip"), "a run is exported as adapter, model or journal, not 'zip'"),
         (("eval", "run", "--data", "reviews.csv", "--at", "99"), "the journal holds steps 0 to 6; there is no step 99"),

@@ -176,6 +176,15 @@ def test_an_output_that_is_not_unicode_gets_plain_characters(train, tmp_path, mo
     )
 
 
+@pytest.mark.parametrize("command", ["train", "bench"])
+def test_help_is_shown_where_the_output_is_not_unicode(command):
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    words = [sys.executable, "-m", "mezzo", command, "--help"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--space" in done.stdout
+
+
 def test_a_program_gets_one_object(train, monkeypatch):
     out, err = log_of(monkeypatch, *train, *SPSA, "--json")
     (line,) = out.splitlines()

@@ -47,10 +47,28 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_settings(path: Path) -> Any:
-    """The content of a JSON or TOML file; ValueError or RecursionError if it cannot be one of settings."""
+    """The content of a JSON, YAML or TOML file; ValueError or RecursionError if it cannot be one of settings."""
     text = read_bytes(path, MAX_SETTINGS).decode()
     if path.suffix == ".json":
         return json.loads(text)
+    if path.suffix in (".yaml", ".yml"):
+        return _read_yaml(text)
     if _DOTTED_KEY.search(_TOML_TEXT.sub("", text)):
         raise ValueError(f"a key has {MAX_DOTS} dots or more")
     return tomllib.loads(text)
+
+
+def _read_yaml(text: str) -> Any:
+    """Plain values only. Numbers such as 1e-3, which YAML reads as text, are left to the options that they belong to."""
+    import yaml  # transformers needs it too
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):  # a few of them can stand for more values than a memory holds
+                raise ValueError("it has an alias (*), which settings do not need")
+            return super().compose_node(parent, index)
+
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None

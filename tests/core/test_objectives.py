@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from mezzo.errors import ConfigError
 from mezzo.evaluation.evaluate import bootstrap_interval, calibrated_predictions, evaluate_scores, wilson_interval
-from mezzo.evaluation.rewards import exact_match, text_f1
-from mezzo.method.objectives import METRICS, OBJECTIVES, cross_entropy, get_objective
+from mezzo.evaluation.rewards import RewardObjective, exact_match, text_f1
+from mezzo.method.objectives import METRICS, OBJECTIVES, cross_entropy, get_objective, import_function
 from mezzo.types import Batch, Prompt, Readout
 
 
@@ -113,6 +113,16 @@ def test_objectives_of_the_user_are_checked(tmp_path, monkeypatch):
     }.items():
         with pytest.raises(ConfigError, match=message):
             get_objective(name)
+    (tmp_path / "broken.py").write_text("import numpy\n\ndef f(s, b):\n    return numpy.ones(3).reshape(7)\n")
+    with pytest.raises(ConfigError, match=r"'f' failed: ValueError: .* \(broken.py, line 4\)$"):
+        get_objective("broken:f").losses(scores, batch_of(labels))
+    (tmp_path / "unfinished.py").write_text("x = 1\ndef f(s, b\n")
+    with pytest.raises(ConfigError, match=r"cannot be imported: SyntaxError: .* \(unfinished.py, line 2\)$"):
+        get_objective("unfinished:f")
+    (tmp_path / "rewards.py").write_text("def short(text, prompt):\n    return 1 / len(text)\n")
+    reward = RewardObjective(import_function("rewards:short"), lambda ids: "", 1)
+    with pytest.raises(ConfigError, match=r"^short failed: ZeroDivisionError: .* \(rewards.py, line 2\)$"):
+        reward.losses([[(1,)]], batch_of([0]))
     with pytest.raises(ConfigError, match="one loss per probe"):
         get_objective(lambda s, b: s).losses(scores, batch_of(labels))
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mezzo import api
-from mezzo.cli.parser import COMMANDS, GROUPS, build_parser
-from mezzo.config import OPTIONS, RunConfig, convert, from_mapping, option_names
+from mezzo.cli.parser import COMMANDS, GROUPS, build_parser, given_options
+from mezzo.config import OPTIONS, RunConfig, convert, from_file, from_mapping, option_names
 from mezzo.config.reading import TYPES
 from mezzo.engines import ENGINES, open_engine
 from mezzo.engines.base import Engine
@@ -46,6 +46,39 @@ def test_option_has_complete_metadata(name):
     if (option.contacts or option.runs_code) and "bool" not in text:
         assert option.placeholder
     assert not option.unsafe(option.default)
+
+
+def test_any_option_is_set_by_name():
+    parse = lambda *words: given_options(build_parser().parse_args(["train", *words]))  # noqa: E731
+    found = parse("--set", "lr=1e-3", "--set", "words=negative=bad,positive=good", "--set", "batch-size=4", "--k", "2")
+    assert found == {"lr": 1e-3, "words": ("negative=bad", "positive=good"), "batch_size": 4, "k": "2"}
+    for words, message in {
+        ("lr",): "--set takes NAME=VALUE",
+        ("=3",): "--set takes NAME=VALUE",
+        ("learning_rate=1",): "unknown option 'learning_rate'; did you mean 'lr'",
+        ("lr=fast",): "lr must be a number",
+        ("k=3", "--k", "2"): "k is given twice, by --k and by --set",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            parse("--set", *words)
+
+
+def test_yaml_is_a_configuration_too(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: mezzo/llama-mini\nmethod:\n  lr: 1e-3\n  steps: 20\ntargets: [query, value]\n")
+    found = from_file(file)
+    assert found == {"model": "mezzo/llama-mini", "lr": 1e-3, "steps": 20, "targets": ("query", "value")}
+    for text, message in {
+        "lr: [": "is not valid YAML",
+        "lr: !!python/object/apply:os.getcwd []": "is not valid YAML",
+        "a: &a [1]\nb: *a\n": "it has an alias",
+        "method: {learning_rate: 1}": "did you mean 'lr'",
+        "- lr": "holds no options",
+        "remote_code: true": "remote_code is not taken from a file",
+    }.items():
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            from_file(file)
 
 
 def test_aliases_are_unique_and_differ_from_option_names():

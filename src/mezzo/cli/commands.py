@@ -144,7 +144,7 @@ def workers(options: Namespace) -> Any:
     configured = folder.read_config().get("workers")
     if not configured:
         raise ConfigError(
-            f"{folder.path} runs without workers; 'mezzo train --resume {folder.path} --workers N' adds some"
+            f"{folder.path} runs without workers; mezzo train --resume {shlex.quote(str(folder.path))} --workers N adds some"
         )
     if options.count is not None:
         if options.count < 1:

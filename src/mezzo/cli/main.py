@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import sys
@@ -26,6 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # threads that sleep make it twice as slow. Must be set before torch is loaded.
     if os.getloadavg()[0] > BUSY_LOAD * (os.cpu_count() or 1):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for file in (sys.stdout, sys.stderr):
+        if isinstance(file, io.TextIOWrapper):  # what the output cannot show is escaped; it is no reason to fail
+            file.reconfigure(errors="backslashreplace")
     options = build_parser().parse_args(arguments)
     options.arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any, NoReturn
 
 from mezzo import __version__
-from mezzo.config import OPTIONS, option_names
+from mezzo.config import OPTIONS, flatten, option_names
 from mezzo.config.hints import similar_options
 from mezzo.config.option import Option
-from mezzo.errors import nearest
+from mezzo.errors import ConfigError, nearest
 from mezzo.untrusted import without_credentials
 
 GROUPS = {
@@ -47,6 +47,9 @@ class Command:
 
 
 JSON = Argument("--json", "the outcome as JSON on the last line of standard output", action="store_true")
+SET = Argument(
+    "--set", "set any option by its name, e.g. lr=1e-3; may be repeated", action="append", metavar="NAME=VALUE"
+)
 AT = Argument("--at", "journal position [the best checkpoint]", type=int, metavar="STEP")
 RUN = Argument("run", "run folder or compact journal", metavar="RUN")
 RUN_OR_MODEL = Argument("run", "run folder or compact journal; without it, --model as it is", nargs="?", metavar="RUN")
@@ -59,7 +62,7 @@ COMMANDS = {
         help="fine-tune a model; without options, the bundled one on the bundled questions",
         arguments=(
             Argument("--resume", "continue a run folder where its journal ends", metavar="RUN"),
-            Argument("--config", "TOML file with any of the options below, or a run folder's config.json", metavar="FILE"),
+            Argument("--config", "TOML or YAML file of the options below, or a run folder's config.json", metavar="FILE"),
             Argument("--print-config", "print the resolved configuration as TOML and exit", action="store_true"),
         ),
     ),
@@ -221,7 +224,8 @@ def build_parser() -> Parser:
 def _add_arguments(parser: Parser, name: str, command: Command) -> None:
     parser.missing = command.missing
     parser.set_defaults(function=command.function or name)
-    for each in (JSON, *command.arguments):
+    has_options = name == "train" or option_names(commands=name)
+    for each in (JSON, *([SET] if has_options else []), *command.arguments):
         parser.add_argument(each.name, **each.settings)
     groups = {group: parser.add_argument_group(title) for group, title in GROUPS.items()}
     for option_name in OPTIONS if name == "train" else option_names(commands=name):
@@ -241,5 +245,13 @@ def _add_option(group: argparse._ArgumentGroup, option: Option, help: str) -> No
 
 
 def given_options(namespace: argparse.Namespace) -> dict[str, Any]:
-    """The options of RunConfig that were set on the command line."""
-    return {name: value for name in OPTIONS if (value := getattr(namespace, name, None)) is not None}
+    """The options of RunConfig that were set on the command line, by their flags or by --set."""
+    flags = {name: value for name in OPTIONS if (value := getattr(namespace, name, None)) is not None}
+    words = [word.partition("=") for word in getattr(namespace, "set", None) or ()]
+    for name, sign, value in words:
+        if not sign or not name.strip() or not value:
+            raise ConfigError(f"--set takes NAME=VALUE, such as --set lr=1e-3, not {name + sign + value!r}")
+    named = flatten({name.strip(): value for name, _, value in words})
+    if twice := sorted(set(named) & set(flags)):
+        raise ConfigError(f"{twice[0]} is given twice, by {OPTIONS[twice[0]].flag} and by --set: leave one out")
+    return {**named, **flags}

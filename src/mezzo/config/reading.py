@@ -1,4 +1,4 @@
-"""From values of any source (the command line, a TOML file, keyword arguments, a journal) to a checked RunConfig."""
+"""From values of any source (the command line, a TOML or YAML file, keyword arguments, a journal) to a checked RunConfig."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _check_combinations(config: RunConfig) -> None:
 
 
 def from_file(path: Path, given: Collection[str] = ()) -> dict[str, Any]:
-    """The options of a TOML file, or of the `config.json` of a run (or its folder): that run again, in a new folder.
+    """The options of a TOML or YAML file, or of the `config.json` of a run (or its folder): that run again, in a new folder.
 
     A file may come from a stranger: values that run code or contact other machines are refused, unless the option is among
     the `given` ones, whose values are not taken from the file.
@@ -80,7 +80,7 @@ def _read_table(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
-        kind = "JSON" if path.suffix == ".json" else "TOML"
+        kind = {".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}.get(path.suffix, "TOML")
         raise ConfigError(f"{path} is not valid {kind}: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no options: a configuration is an object of names and values")

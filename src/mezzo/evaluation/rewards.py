@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mezzo.errors import ConfigError
-from mezzo.method.objectives import Losses
+from mezzo.method.objectives import Losses, describe_failure
 from mezzo.types import Batch, Probe, Prompt, Question
 
 Reward = Callable[[str, Prompt], float]
@@ -63,10 +63,13 @@ class RewardObjective:
 
     def losses(self, answer: Continuations, batch: Batch) -> Losses:
         texts = first_lines(answer, self.decode)
-        rewards = [[float(self.reward(t, p)) for t, p in zip(row, batch.prompts, strict=True)] for row in texts]
+        name = getattr(self.reward, "__name__", "the reward")
+        try:
+            rewards = [[float(self.reward(t, p)) for t, p in zip(row, batch.prompts, strict=True)] for row in texts]
+        except Exception as error:  # the message must name the function that failed
+            raise ConfigError(f"{name} failed: {describe_failure(error)}") from error
         table = np.array(rewards, dtype=np.float32)
         if not np.isfinite(table).all():
-            name = getattr(self.reward, "__name__", "the reward")
             raise ConfigError(f"{name} returned a reward that is not a finite number")
         losses: Losses = -table.astype(np.float64).mean(axis=1)
         return losses

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,11 @@ def explain_os_errors(path: Path, kind: type[Exception] = JournalError) -> Itera
         yield
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
-        again = f"; free space or fix it, then continue with --resume {path.parent}" if kind is RunFailed else ""
+        again = (
+            f"; free space or fix it, then continue with --resume {shlex.quote(str(path.parent))}"
+            if kind is RunFailed
+            else ""
+        )
         raise kind(f"{path}: {reason}{again}") from None
 
 

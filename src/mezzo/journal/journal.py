@@ -11,6 +11,7 @@ import fcntl
 import json
 import math
 import os
+import shlex
 import time
 import zlib
 from collections.abc import Iterator, Mapping
@@ -72,9 +73,8 @@ class Journal:
             try:
                 _lock(file, path)
                 if os.fstat(file).st_size:
-                    raise JournalError(
-                        f"{folder} holds a run already: continue it with --resume {folder}, or choose another --out"
-                    )
+                    again = f"continue it with --resume {shlex.quote(str(folder))}"
+                    raise JournalError(f"{folder} holds a run already: {again}, or choose another --out")
                 write_all(file, line)
                 os.fsync(file)
                 _sync_folder(folder)

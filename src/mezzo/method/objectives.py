@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +17,8 @@ import numpy.typing as npt
 from mezzo.errors import ConfigError, nearest
 from mezzo.types import Batch, Probe, Question, Scores
 
+# Where code lies that is not the user's: this package, and installed ones.
+_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(np.__file__).parents[1]), os.path.dirname(os.__file__))
 Losses = npt.NDArray[np.float64]
 Labels = npt.NDArray[np.int64]
 ObjectiveFunction = Callable[[Scores, Batch], Losses]
@@ -148,10 +152,24 @@ def import_function(name: str | Callable[..., Any]) -> Callable[..., Any]:
     try:
         function = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # a user's module may raise anything while it is imported
-        raise ConfigError(f"objective {name!r} cannot be imported: {type(error).__name__}: {error}") from None
+        raise ConfigError(f"objective {name!r} cannot be imported: {describe_failure(error)}") from None
     if not callable(function):
         raise ConfigError(f"objective {name!r} is not a function")
     return function  # type: ignore[no-any-return]
+
+
+def describe_failure(error: Exception) -> str:
+    """What a user's code raised, and the last line of it that ran."""
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<frozen", *_LIBRARIES))
+    ]
+    name, line = (own[-1].filename, own[-1].lineno) if own else ("", None)
+    if isinstance(error, SyntaxError) and error.filename:
+        name, line = error.filename, error.lineno
+    place = f" ({os.path.basename(name)}, line {line})" if name else ""
+    return f"{type(error).__name__}: {getattr(error, 'msg', None) or error}{place}"
 
 
 def check_result(function: Callable[..., Any]) -> ObjectiveFunction:
@@ -164,7 +182,7 @@ def check_result(function: Callable[..., Any]) -> ObjectiveFunction:
         except ConfigError:
             raise
         except Exception as error:  # the message must name the function that failed
-            raise ConfigError(f"objective {name!r} failed: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"objective {name!r} failed: {describe_failure(error)}") from error
         if losses.shape != (scores.shape[0],):
             raise ConfigError(
                 f"objective {name!r} returned shape {losses.shape}; it takes (scores[probes, examples, candidates], batch) "

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class Folder:
             refuse_links(path, FILES)
             if holds_run(path):
                 raise JournalError(
-                    f"{path} holds a run already: continue it with --resume {path}, or choose another --out"
+                    f"{path} holds a run already: continue it with --resume {shlex.quote(str(path))}, or choose another --out"
                 )
             if not (path / JOURNAL).is_file() and any(path.iterdir()):
                 raise ConfigError(f"--out {path} is not empty; choose a new folder")

@@ -34,7 +34,7 @@ def list_tasks() -> list[Task]:
 
 
 def get_task(spec: str | Path | Mapping[str, Any] | Task, family: Family | None = None) -> Task:
-    """A task by registry name, from a `.toml` (or `.json`) file, or from a dict of the same keys.
+    """A task by registry name, from a `.toml` (or `.yaml`, `.json`) file, or from a dict of the same keys.
 
     A name such as `sst-2` exists in both families: masked unless `family` says otherwise.
     """
@@ -43,7 +43,7 @@ def get_task(spec: str | Path | Mapping[str, Any] | Task, family: Family | None 
         task = spec
     elif isinstance(spec, Mapping):
         task = _task_from({**default, **spec}, "your task")
-    elif str(spec).endswith((".toml", ".json")):
+    elif str(spec).endswith((".toml", ".yaml", ".yml", ".json")):
         path = Path(spec)
         task = _task_from({**default, **_read_file(path)}, str(path), name=path.stem)
     else:
