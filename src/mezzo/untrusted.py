@@ -62,7 +62,7 @@ def _read_yaml(text: str) -> Any:
     """Plain values only. Numbers such as 1e-3, which YAML reads as text, are left to the options that they belong to."""
     import yaml  # transformers needs it too
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):  # a few of them can stand for more values than a memory holds
                 raise ValueError("it has an alias (*), which settings do not need")
