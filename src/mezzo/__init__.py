@@ -17,6 +17,7 @@ _LAZY = {
     "export": "mezzo.api",
     "verify": "mezzo.api",
     "report": "mezzo.api",
+    "sweep": "mezzo.many_runs",
     "open_session": "mezzo.api",
     "suggest_task": "mezzo.api",
     "Run": "mezzo.runs.result",

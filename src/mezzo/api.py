@@ -35,7 +35,7 @@ from mezzo.tasks.proposal import Proposal
 from mezzo.types import StepRecord
 
 
-def _silent(event: str, values: dict[str, Any]) -> None:
+def silent(event: str, values: dict[str, Any]) -> None:
     """Show nothing."""
 
 
@@ -57,7 +57,7 @@ def finetune(
     files, lists of dicts or Hugging Face datasets. `observe` is called with every event of the run and may raise
     `StopTraining`; without it, a notebook shows the run while it trains.
     """
-    observe = observe or reports.notebook_observer() or _silent
+    observe = observe or reports.notebook_observer() or silent
     options |= {"config": config, "resume": resume, "objective": objective, "task": task, "observe": observe}
     return open_session(model, **options).train()
 
@@ -69,17 +69,35 @@ def open_session(
     resume: str | Path | None = None,
     objective: str | Function | None = None,
     task: str | Path | Mapping[str, Any] | Task | None = None,
-    observe: Observer = _silent,
+    observe: Observer = silent,
     **options: Any,
 ) -> Session:
     """As `finetune`, but hands out the run before it starts: iterate `records()`, then call `result()`."""
+    given, function = merge_options(model, task, objective, options)
+    if resume is not None:
+        refuse_changes({**given, **({"task": task} if task is not None else {})}, config)
+        return resume_run(resume, observe, given, function)
+    return new_run(resolve(prepare_options(given, config, task, function, observe)), observe, function)
+
+
+def merge_options(
+    model: str | None, task: Any, objective: str | Function | None, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], Function | None]:
+    """All options that are given as such, and the objective that is a function."""
     given = {**options, **({"model": model} if model is not None else {})}
     given |= {"task": str(task)} if isinstance(task, (str, Path)) else {}
     given |= {"objective": objective} if isinstance(objective, str) else {}
-    function = None if isinstance(objective, str) else objective
-    if resume is not None:
-        _refuse_changes({**given, **({"task": task} if task is not None else {})}, config)
-        return resume_run(resume, observe, given, function)
+    return given, None if isinstance(objective, str) else objective
+
+
+def prepare_options(
+    given: dict[str, Any],
+    config: str | Path | None,
+    task: Any,
+    function: Function | None,
+    observe: Observer,
+) -> dict[str, Any]:
+    """The options of a new run as plain values: with those of the file, the task and the data that were given in Python."""
     rows = {name: given.pop(name) for name in ("train", "dev", "test") if not _is_path(given.get(name))}
     rows = {name: list(source) if isinstance(source, Iterator) else source for name, source in rows.items()}
     named = {*given, *(("objective",) if function else ())}
@@ -92,7 +110,7 @@ def open_session(
     if found := datasets.splits_beside_train(resolved):
         files = " and ".join(f"{Path(file).name} as {split}" for split, file in found.items())
         observe("data", {"text": f"{resolved.train} also has {files}"})
-    return new_run(resolved, observe, function)
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _written_task(task: Mapping[str, Any] | Task, options: Mapping[str, Any], run: str | Path | None = None) -> str:
@@ -106,7 +124,7 @@ def _is_path(value: Any) -> bool:
     return value is None or isinstance(value, (str, Path))
 
 
-def _refuse_changes(given: Mapping[str, Any], config: str | Path | None) -> None:
+def refuse_changes(given: Mapping[str, Any], config: str | Path | None) -> None:
     """A resumed run is the same run: only its limits and its machine may differ. What contacts other machines is compared
     with the journal."""
     refused = sorted(set(given) - {*RESUMABLE, *CONTACTING, "objective"}) + (["a config file"] if config else [])
@@ -121,7 +139,7 @@ def resolve(values: Mapping[str, Any]) -> RunConfig:
     return from_mapping({key: value for key, value in values.items() if value is not None})
 
 
-def with_task(values: Mapping[str, Any], rows: Any = None, observe: Observer = _silent) -> dict[str, Any]:
+def with_task(values: Mapping[str, Any], rows: Any = None, observe: Observer = silent) -> dict[str, Any]:
     """The options with a task: a proposed one for the user's own training data (`rows`, or a file) that comes without."""
     source = rows if rows is not None else values.get("train")
     if values.get("task") or source is None:
@@ -159,12 +177,15 @@ def verify(path: str | Path, model: str | None = None, device: str | None = None
 
 
 def report(*runs: str | Path, out: str | Path | None = None, plots: str | Path | None = None) -> Path:
-    """Write what became of runs as one HTML page and return its path; `plots` is a folder for the charts as files."""
+    """Write what became of runs as one HTML page and return its path; `plots` is a folder for the charts as files.
+
+    A folder stands for all runs in it. The figures of several runs are also written as CSV and JSON beside the page.
+    """
     if not runs:
         raise ConfigError("name at least one run folder to report on")
-    path, read_runs = reports.write_page(runs, out)
+    path, found = reports.write_page(runs, out)
     if plots is not None:
-        reports.write_plots(read_runs, Path(plots))
+        reports.write_plots(found.runs, Path(plots))
     return path
 
 

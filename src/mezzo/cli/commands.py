@@ -1,4 +1,5 @@
-"""One function per command: call the API, show the result, return what `--json` prints."""
+"""One function per command: call the API, show the result, return what `--json` prints. Those about several runs are in
+`many_runs`."""
 
 from __future__ import annotations
 
@@ -12,9 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mezzo import api, reports
+from mezzo import api
+from mezzo.cli.many_runs import is_sweep, train_sweep
+from mezzo.cli.many_runs import report as report
+from mezzo.cli.many_runs import runs as runs
 from mezzo.cli.parser import given_options
-from mezzo.cli.progress import say, show_progress
+from mezzo.cli.progress import say, show_progress, show_result
 from mezzo.cli.rows import write_rows
 from mezzo.cli.summary import show_summary
 from mezzo.config import OPTIONS, from_file
@@ -41,6 +45,9 @@ def train(options: Namespace) -> Any:
         known = text if shows_unicode(getattr(file, "encoding", None)) else _escape(text)
         print(known, end="", file=file)
         return {"config": text}
+    if is_sweep(options):
+        _announce(options)
+        return train_sweep(options)
     if torchrun.launched_this_process():
         with torchrun.join_ranks(str(_all_options(options).get("backend", OPTIONS["backend"].default))) as driver:
             return _train(options) if driver else (None, 0)  # one process prints
@@ -96,7 +103,7 @@ def evaluate(options: Namespace) -> Any:
     evaluation = api.evaluate(options.run, data=options.data, at=options.at, **given_options(options))
     calibrated = evaluation.calibrated
     shown = "" if calibrated is None else f", calibrated {evaluation.metric} {calibrated:.1%}"
-    _show(options, f"{evaluation}\nloss {evaluation.loss:.4f}{shown}")
+    show_result(options, f"{evaluation}\nloss {evaluation.loss:.4f}{shown}")
     return evaluation.to_dict()
 
 
@@ -128,13 +135,13 @@ def _say_assumed_task(options: Namespace) -> None:
 def export(options: Namespace) -> Any:
     path = api.export(options.run, options.kind, options.out, options.at, options.model)
     size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) if path.is_dir() else path.stat().st_size
-    _show(options, f"wrote {path} ({size:,} bytes)")
+    show_result(options, f"wrote {path} ({size:,} bytes)")
     return {"out": str(path), "kind": options.kind, "bytes": size}
 
 
 def verify(options: Namespace) -> Any:
     verified = api.verify(options.run, options.model, options.device)
-    _show(options, str(verified))
+    show_result(options, str(verified))
     result = {name: getattr(verified, name) for name in ("digest", "recorded", "ok", "steps", "torn")}
     return result, 0 if verified.ok else 1
 
@@ -151,35 +158,8 @@ def workers(options: Namespace) -> Any:
             raise ConfigError(f"a run needs at least one worker, not {options.count}")
         folder.want_workers(options.count)
     count = folder.wanted_workers() or configured
-    _show(options, f"{folder.path} wants {count} workers")
+    show_result(options, f"{folder.path} wants {count} workers")
     return {"run": str(folder.path), "workers": count}
-
-
-def report(options: Namespace) -> Any:
-    if options.watch:
-        return _watch(options)
-    path, runs = reports.write_page(options.runs, options.out)
-    words = [f"{run.name}: {run.verdict.word}: {run.verdict.reason}" for run in runs]
-    _show(options, "\n".join([*words, f"wrote {path}"]))
-    plots = reports.write_plots(runs, Path(options.plots)) if options.plots else []
-    if plots:
-        missing = "" if reports.has_matplotlib() else "; PNG needs matplotlib: pip install 'mezzo[plots]'"
-        _show(options, f"wrote {len(plots)} plots to {options.plots}{missing}")
-    return {
-        "out": str(path),
-        "plots": [str(plot) for plot in plots],
-        "runs": [{"run": str(r.path), "verdict": r.verdict.word, "reason": r.verdict.reason} for r in runs],
-    }
-
-
-def _watch(options: Namespace) -> Any:
-    """Serve until Ctrl-C."""
-    for run in options.runs:
-        reports.read_run(run)  # a mistake is told here, not in the browser
-    with reports.make_server(options.runs, options.port) as server, contextlib.suppress(KeyboardInterrupt):
-        say(f"the report is at {server.url} (Ctrl-C ends it)", sys.stderr)
-        server.serve_forever()
-    return {"url": server.url}
 
 
 def tasks(options: Namespace) -> Any:
@@ -201,7 +181,7 @@ def tasks(options: Namespace) -> Any:
         f"{t['name']:<9} {t['family']:<7} {t['metric']:<9} {join_names(t['words'].values()) or t['kind']}"
         for t in every
     ]
-    _show(options, "\n".join(lines))
+    show_result(options, "\n".join(lines))
     return every
 
 
@@ -212,7 +192,7 @@ def _show_task(options: Namespace, name: str) -> Any:
     others = [t.family for t in list_tasks() if t.name == task.name and t.family != task.family]
     if others and not options.family:
         lines.append(f"also        for {others[0]} models: mezzo tasks {task.name} --family {others[0]}")
-    _show(options, "\n".join(lines))
+    show_result(options, "\n".join(lines))
     return shown
 
 
@@ -220,7 +200,7 @@ def _suggest_task(options: Namespace, data: str) -> Any:
     proposal = api.suggest_task(data, **given_options(options))
     lines = [f"  {bits:>5.3f} bits  {one_line(template)}" for template, bits in proposal.ranking]
     head = ["templates, by what a text tells about the untrained model's answer:"] if lines else []
-    _show(options, "\n".join([str(proposal), *head, *lines]))
+    show_result(options, "\n".join([str(proposal), *head, *lines]))
     return proposal.to_dict()
 
 
@@ -235,13 +215,13 @@ def _new_task(options: Namespace, data: str) -> Any:
     use += " --readout head" if proposal.head else ""
     others = [template for template, _ in proposal.ranking[1:]]
     write_atomically(out, to_toml(proposal.task, [f"Train with: {use}"], others).encode())
-    _show(options, f"{proposal}\nwrote {out}; edit it, then: {use}")
+    show_result(options, f"{proposal}\nwrote {out}; edit it, then: {use}")
     return {"out": str(out), **proposal.to_dict()}
 
 
 def signal(options: Namespace) -> Any:
     measured = measure(given_options(options), options.directions, options.batches, options.objectives)
-    _show(options, str(measured))
+    show_result(options, str(measured))
     return measured.to_list()
 
 
@@ -258,7 +238,7 @@ def bench(options: Namespace) -> Any:
             options.rounds,
             options.sweep,
             log=lambda text: say(text, sys.stderr),
-            show=lambda table: _show(options, f"{table}\n"),
+            show=lambda table: show_result(options, f"{table}\n"),
             published=not options.no_published,
         )
     return comparison.to_list()
@@ -269,7 +249,7 @@ def _forward_plans(options: Namespace) -> list[dict[str, Any]]:
 
     plans = []
     for plan in forward_plans(given_options(options)):
-        _show(options, f"{plan}\n")
+        show_result(options, f"{plan}\n")
         plans.append(plan.to_dict())
     return plans
 
@@ -288,11 +268,6 @@ def _exit_on_signals() -> Iterator[None]:
     finally:
         for each in handled:
             signal.signal(each, signal.SIG_DFL)
-
-
-def _show(options: Namespace, text: str) -> None:
-    """Print a result to standard output, or to standard error where a program reads the JSON."""
-    say(text, sys.stderr if options.json else sys.stdout)
 
 
 def _one_line(value: Any) -> str:

@@ -63,6 +63,13 @@ COMMANDS = {
         arguments=(
             Argument("--resume", "continue a run folder where its journal ends", metavar="RUN"),
             Argument("--config", "TOML or YAML file of the options below, or a run folder's config.json", metavar="FILE"),
+            Argument("--seeds", "train once per seed, e.g. 13,21,42, and compare with mean ± deviation", metavar="LIST"),
+            Argument(
+                "--sweep",
+                "train once per value of an option, e.g. lr=1e-6,1e-5; several --sweep and --seeds combine. Runs lie side by side"
+                " in --out; the same command, or --resume with that folder, goes on where a sweep stopped",
+                action="append", metavar="OPTION=LIST",
+            ),
             Argument("--print-config", "print the resolved configuration as TOML and exit", action="store_true"),
         ),
     ),
@@ -137,12 +144,17 @@ COMMANDS = {
     "report": Command(
         help="write what became of runs as one HTML page, or serve it while they train",
         arguments=(
-            Argument("runs", "run folders; several are compared", nargs="+", metavar="RUN"),
-            Argument("--out", "where to [RUN/report.html; report.html for several runs]", metavar="FILE"),
+            Argument("runs", "run folders, or folders of runs; several runs are compared", nargs="+", metavar="RUN"),
+            Argument("--out", "where to, the figures of several runs as .csv and .json beside it [in RUN; for several here]",
+                metavar="FILE"),
             Argument("--plots", "also write every chart as SVG, and as PNG where matplotlib is installed", metavar="DIR"),
             Argument("--watch", "serve the page on this machine, up to date while runs train", action="store_true"),
             Argument("--port", "port of --watch [a free one]", type=int, default=0, metavar="N"),
         ),
+    ),
+    "runs": Command(
+        help="list runs: what was trained, what became of it, its figure",
+        arguments=(Argument("folders", "run folders, or folders of runs [runs]", nargs="*", metavar="FOLDER"),),
     ),
     "workers": Command(
         help="show how many workers a run wants, or give a running one more or fewer",

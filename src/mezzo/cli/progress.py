@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
@@ -42,6 +43,11 @@ def say(text: str, file: TextIO | None = None, colour: int | None = None) -> Non
     file = file or sys.stdout
     shown = fit_encoding(_harmless(text), getattr(file, "encoding", None))
     print(shown if colour is None else f"\x1b[{colour}m{shown}\x1b[0m", file=file, flush=True)
+
+
+def show_result(options: Namespace, text: str) -> None:
+    """Print a result to standard output, or to standard error where a program reads the JSON."""
+    say(text, sys.stderr if options.json else sys.stdout)
 
 
 def _harmless(text: str) -> str:

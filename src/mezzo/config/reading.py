@@ -94,12 +94,12 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in values.items():
         is_table = key in groups and isinstance(value, Mapping)
         for word, inner in value.items() if is_table else [(key, value)]:
-            name = _known_name(word, key if is_table else "")
+            name = known_name(word, key if is_table else "")
             flat[name] = convert(name, inner)
     return flat
 
 
-def _known_name(word: str, group: str = "") -> str:
+def known_name(word: str, group: str = "") -> str:
     """The option's name; ConfigError where there is none, or it belongs to another group."""
     name = word.replace("-", "_")
     shown = f"{group}.{word}" if group else word

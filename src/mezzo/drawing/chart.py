@@ -17,6 +17,10 @@ class Series:
     markers: bool = False
     low: Sequence[float] = ()
     high: Sequence[float] = ()
+    hidden_markers: bool = False
+    """In a page, the pointer finds points that are not drawn."""
+    group: str = ""
+    """What the legend calls it, once for all lines of the group; empty: its name."""
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,8 @@ def _straight_lines(chart: Chart, axes: _Axes) -> Iterator[str]:
 
 def _curve(chart: Chart, series: Series, axes: _Axes) -> Iterator[str]:
     stroke = colour(series.colour)
+    name = escape(series.name)
+    yield f'<g class="series" data-series="{name}"><title>{name}</title>'
     if series.low and len(series.x) > 1:
         outline = axes.points(series.x, series.high) + axes.points(series.x, series.low)[::-1]
         yield f'<polygon points="{" ".join(outline)}" fill="{stroke}" opacity="0.16"/>'
@@ -130,16 +132,18 @@ def _curve(chart: Chart, series: Series, axes: _Axes) -> Iterator[str]:
         yield _line(x, x, low, high, f'stroke="{stroke}" stroke-width="2"')
     points = " ".join(axes.points(series.x, series.y))
     yield f'<polyline points="{points}" fill="none" stroke="{stroke}" stroke-width="2" stroke-linejoin="round"/>'
-    for x, y in zip(series.x, series.y, strict=True) if series.markers else ():
+    fill = stroke if series.markers else "none"
+    for x, y in zip(series.x, series.y, strict=True) if series.markers or series.hidden_markers else ():
         yield (
-            f'<circle cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="3.5" fill="{stroke}">'
-            f"<title>{escape(series.name)}, {_place(chart, x)}: {format_y(chart, y)}</title></circle>"
+            f'<circle cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="3.5" fill="{fill}">'
+            f"<title>{name}, {_place(chart, x)}: {format_y(chart, y)}</title></circle>"
         )
+    yield "</g>"
 
 
 def _legend(chart: Chart) -> list[str]:
     """Names beside their colours, in as many rows as needed; a single name needs no legend."""
-    entries = [(series.name, series.colour, "") for series in chart.series]
+    entries = list(dict.fromkeys((series.group or series.name, series.colour, "") for series in chart.series))
     entries += [(baseline.name, baseline.colour, "4 2") for baseline in chart.baselines]
     if len(entries) < 2:
         return []

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from mezzo.drawing import Baseline, Chart, Series
+from mezzo.reports.comparison import Comparison, Setting
 from mezzo.reports.metrics import RecordedEvaluation
 from mezzo.reports.run_data import RunData
 
@@ -32,20 +35,46 @@ def comparison_charts(runs: Sequence[RunData]) -> list[Chart]:
     """Curves of several runs in one chart, over example-forwards where all runs counted them: methods compare in this unit."""
     counted = all(run.forwards for run in runs)
     label = FORWARDS if counted else "step"
-    named = list(enumerate(zip(_unique_names(runs), runs, strict=True)))
-    metric = [
-        _evaluation_series(run, run.metrics.evaluations, "value", name, colour, counted)
-        for colour, (name, run) in named
-        if run.metrics.evaluations
-    ]
-    loss = [
-        Series(name, *_aggregate(run, run.losses, counted)[:2], colour) for colour, (name, run) in named if run.records
-    ]
+    comparison = Comparison(runs)
+    settings, names = comparison.settings, unique_names(runs)
+    repeated = len(settings) < len(runs)
+    metric, loss = [], []
+    for number, (name, run) in enumerate(zip(names, runs, strict=True)):
+        place = next(n for n, setting in enumerate(settings) if any(each is run for each in setting.runs))
+        # Runs of one setting have one colour.
+        look = {"colour": place, "group": settings[place].name} if repeated else {"colour": number}
+        if run.metrics.evaluations:
+            series = _evaluation_series(run, run.metrics.evaluations, "value", name, 0, counted)
+            metric.append(replace(series, **look))
+        if run.records:
+            points = _aggregate(run, run.losses, counted)[:2]
+            loss.append(replace(Series(name, *points, hidden_markers=True), **look))
+    means = [_mean_series(setting, colour, counted) for colour, setting in enumerate(settings)] if repeated else []
+    title = f"dev {comparison.metric}"
+    note = "band: one standard deviation over seeds"
     charts = (
-        Chart("compare-metric", f"dev {runs[0].metric}", tuple(metric), percent=True, x_label=label),
+        Chart("compare-settings", f"{title}, mean", tuple(filter(None, means)), percent=True, x_label=label, note=note),
+        Chart("compare-metric", title, tuple(metric), percent=True, x_label=label),
         Chart("compare-loss", "training loss", tuple(loss), x_label=label),
     )
     return [chart for chart in charts if chart.series]
+
+
+def _mean_series(setting: Setting, colour: int, over_forwards: bool) -> Series | None:
+    """The mean dev figure of a setting's runs where all have one, between their evaluations by a straight line."""
+    curves = [
+        _evaluation_series(run, run.metrics.evaluations, "value", "", 0, over_forwards)
+        for run in setting.runs
+        if run.metrics.evaluations
+    ]
+    if not curves:
+        return None
+    start, end = max(curve.x[0] for curve in curves), min(curve.x[-1] for curve in curves)
+    x = sorted({place for curve in curves for place in curve.x if start <= place <= end})
+    values = np.array([np.interp(x, curve.x, curve.y) for curve in curves])
+    mean, spread = values.mean(axis=0), values.std(axis=0, ddof=1) if len(curves) > 1 else np.zeros(len(x))
+    band = ((mean - spread).tolist(), (mean + spread).tolist()) if len(curves) > 1 else ((), ())
+    return Series(setting.name, x, mean.tolist(), colour, True, *band)
 
 
 # --- one function per kind of chart
@@ -182,7 +211,7 @@ def _best(run: RunData) -> float | None:
 # --- shared by charts
 
 
-def _unique_names(runs: Sequence[RunData]) -> Iterable[str]:
+def unique_names(runs: Sequence[RunData]) -> list[str]:
     names = [run.name for run in runs]
     return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
 

@@ -21,13 +21,14 @@ def fact_table(facts: Iterable[tuple[str, Any]]) -> str:
     return f'<div class="scroll"><table class="facts">{"".join(rows)}</table></div>'
 
 
-def table(head: Iterable[str], rows: Iterable[str], text_columns: int) -> str:
+def table(head: Iterable[str], rows: Iterable[str], text_columns: int, sortable: bool = False) -> str:
     """A table of complete `<tr>` rows, whose columns after the first `text_columns` hold numbers."""
     names = (
         f'<th class="{"number" if column >= text_columns else ""}">{escape(name)}</th>'
         for column, name in enumerate(head)
     )
-    return f'<div class="scroll"><table><tr>{"".join(names)}</tr>{"".join(rows)}</table></div>'
+    opening = '<table class="sortable">' if sortable else "<table>"
+    return f'<div class="scroll">{opening}<tr>{"".join(names)}</tr>{"".join(rows)}</table></div>'
 
 
 def number_cells(figures: Iterable[str]) -> str:

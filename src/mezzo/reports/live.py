@@ -14,8 +14,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from mezzo.errors import ConfigError, MezzoError
+from mezzo.reports.comparison import compare
 from mezzo.reports.page import render_page
-from mezzo.reports.run_data import read_run
 
 LOOPBACK = "127.0.0.1"
 # Connections at the same time, and seconds that one may last. A page needs one every two seconds.
@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._respond(404, "text/plain", b"the report is at /\n")
         else:
             try:
-                page = render_page([read_run(path) for path in self.server.paths], live=True)
+                page = render_page(compare(self.server.paths).runs, live=True)
                 self._respond(200, "text/html", page.encode())
             except MezzoError as error:
                 self._respond(500, "text/plain", f"{error}\n".encode(errors="replace"))

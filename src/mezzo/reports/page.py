@@ -1,41 +1,55 @@
-"""Runs as one self-contained HTML page: styles and pictures inside, no script, all text of the runs escaped."""
+"""Runs as one self-contained HTML page: styles and pictures inside, all text of the runs escaped. One run needs no script;
+several have one that sorts, filters and says what is under the pointer."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
 
 from mezzo.reports import html
-from mezzo.reports.charts import comparison_charts
+from mezzo.reports.charts import comparison_charts, unique_names
+from mezzo.reports.comparison import Comparison
 from mezzo.reports.run_data import RunData
 from mezzo.reports.sections import run_section
 from mezzo.untrusted import printable, without_credentials
 
-COMPARISON_COLUMNS = (
-    *("run", "verdict", "method", "figure", "95% interval", "zero-shot", "calibrated", "best step", "steps"),
+RUN_COLUMNS = ("run", "verdict", "method")
+FIGURE_COLUMNS = (
+    *("figure", "95% interval", "zero-shot", "calibrated", "best step", "steps"),
     *("example-forwards", "zero slopes", "steps/s", "MiB"),
 )
+FILTER = (
+    '<p><input type="search" class="filter" placeholder="filter runs by words of a row" aria-label="filter runs"></p>'
+)
+# From how many runs on their sections are folded.
+MANY = 4
 
 
 def render_page(runs: Sequence[RunData], live: bool = False) -> str:
     """The page. `live` adds the script that reloads it from the server."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    script = _read_asset("live.js") if live else ""
-    # If text of an untrusted run were ever not escaped, the browser would still run nothing but our own script.
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-    policy += f"; script-src 'sha256-{digest}'; connect-src 'self'" if live else ""
     several = len(runs) > 1
-    body = [_comparison(runs) if several else "", *(run_section(run, several) for run in runs)]
+    scripts = [_read_asset(name) for name, used in (("live.js", live), ("compare.js", several)) if used]
+    # If text of an untrusted run were ever not escaped, the browser would still run nothing but our own scripts.
+    digests = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    policy += (f"; script-src {digests}" if scripts else "") + ("; connect-src 'self'" if live else "")
+    sections = (run_section(run, several) for run in runs)
+    if len(runs) >= MANY:
+        sections = (
+            f"<details><summary>{escape(name)}: {escape(run.verdict.word)}</summary>{section}</details>"
+            for name, run, section in zip(unique_names(runs), runs, sections, strict=True)
+        )
+    body = [_comparison(runs) if several else "", html.heading("Each run") if len(runs) >= MANY else "", *sections]
     page = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)} · mezzo</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}"><link rel="icon" href="data:,">'
         f"<style>{_read_asset('style.css')}</style></head>\n<body><main>{''.join(body)}</main>"
-        f"{f'<script>{script}</script>' if live else ''}</body></html>\n"
+        f"{''.join(f'<script>{script}</script>' for script in scripts)}</body></html>\n"
     )
     return printable(without_credentials(page))
 
@@ -48,15 +62,49 @@ def _read_asset(name: str) -> str:
 
 
 def _comparison(runs: Sequence[RunData]) -> str:
-    table = html.table(COMPARISON_COLUMNS, map(_comparison_row, runs), text_columns=3)
+    found = Comparison(runs)
     curves = html.heading("Curves") + html.chart_grid(comparison_charts(runs))
-    return f"<h1>{len(runs)} runs compared</h1>{table}{curves}{_differences(runs)}"
+    return (
+        f"<h1>{len(runs)} runs compared</h1>{_settings(found)}{html.heading('Runs')}{FILTER}{_runs_table(found)}"
+        f"{curves}{_differences(found)}"
+    )
 
 
-def _comparison_row(run: RunData) -> str:
+def _settings(found: Comparison) -> str:
+    """Figures by setting, where one has several runs or none differs."""
+    if len(found.settings) == len(found.runs):
+        return ""
+    head = (*found.differing, "runs", found.metric, "lowest", "highest", "zero-shot")
+    rows = (
+        f'<tr data-series="{escape(setting.name)}">{_texts(setting.options.values())}'
+        + html.number_cells(
+            (
+                setting.finished,
+                setting.figure,
+                html.percent(min(setting.figures, default=None)),
+                html.percent(max(setting.figures, default=None)),
+                html.percent(setting.zero_shot),
+            )
+        )
+        + "</tr>"
+        for setting in found.settings
+    )
+    note = '<p class="note">± is the standard deviation over seeds. A click on a column\'s name sorts by it.</p>'
+    return html.table(head, rows, len(found.differing), sortable=True) + note
+
+
+def _runs_table(found: Comparison) -> str:
+    head = (*RUN_COLUMNS, *found.differing, "seed", *FIGURE_COLUMNS)
+    names = unique_names(found.runs)
+    rows = (_run_row(found, run, name) for run, name in zip(found.runs, names, strict=True))
+    return html.table(head, rows, len(RUN_COLUMNS) + len(found.differing), sortable=True)
+
+
+def _run_row(found: Comparison, run: RunData, name: str) -> str:
     metrics, verdict = run.metrics, run.verdict
     evaluation = metrics.final or run.best
     figures = (
+        escape(html.plain_text(run.config.get("seed"))),
         f"{evaluation.value:.1%}" if evaluation else "–",
         html.interval(evaluation) if evaluation else "–",
         f"{metrics.zero_shot.value:.1%}" if metrics.zero_shot else "–",
@@ -68,21 +116,18 @@ def _comparison_row(run: RunData) -> str:
         f"{run.speed:.3g}" if run.speed else "–",
         f"{metrics.peak_memory:,.0f}" if metrics.peak_memory else "–",
     )
-    texts = f'<td>{escape(run.name)}</td><td class="word {verdict.tone}">{escape(verdict.word)}</td>'
-    texts += f"<td>{run.method}</td>"
-    return f"<tr>{texts}{html.number_cells(figures)}</tr>"
+    texts = f'<td>{escape(name)}</td><td class="word {verdict.tone}">{escape(verdict.word)}</td>'
+    texts += f"<td>{run.method}</td>{_texts(found.options_of(run).values())}"
+    return f'<tr data-series="{escape(name)}">{texts}{html.number_cells(figures)}</tr>'
 
 
-def _differences(runs: Sequence[RunData]) -> str:
-    """The options in which the runs differ."""
-    names = dict.fromkeys(name for run in runs for name in run.config if name != "out")
-    values = {name: [html.plain_text(run.config.get(name)) for run in runs] for name in names}
-    differing = {name: texts for name, texts in values.items() if len(set(texts)) > 1}
-    heading = html.heading("Options that differ")
-    if not differing:
-        return f'{heading}<p class="soft">None: the runs have the same options.</p>'
-    rows = (
-        f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in (name, *texts))}</tr>"
-        for name, texts in differing.items()
+def _texts(values: Iterable[str]) -> str:
+    return "".join(f"<td>{escape(value)}</td>" for value in values)
+
+
+def _differences(found: Comparison) -> str:
+    if found.differing:
+        return ""
+    return '<p class="soft">The runs have the same options' + (
+        ", except for their seeds.</p>" if len({str(run.config.get("seed")) for run in found.runs}) > 1 else ".</p>"
     )
-    return heading + html.table(("option", *(run.name for run in runs)), rows, text_columns=len(runs) + 1)

@@ -38,7 +38,7 @@ class Folder:
     @classmethod
     def create(cls, out: str | None, stem: str) -> Folder:
         """A new folder; an existing one must not hold a run."""
-        path = Path(out) if out else _free_path(Path("runs"), stem)
+        path = Path(out) if out else free_path(Path("runs"), stem)
         with explain_os_errors(path):
             path.mkdir(parents=True, exist_ok=True)
             refuse_links(path, FILES)
@@ -146,7 +146,7 @@ def _position(entry: dict[str, Any]) -> int:
     return (step + 1 if entry.get("event") == "step" else step) if isinstance(step, int) else 0
 
 
-def _free_path(parent: Path, stem: str) -> Path:
+def free_path(parent: Path, stem: str) -> Path:
     """An unused path with that name and a number; the name is cleaned because a task's name may hold anything."""
     stem = re.sub(r"[^\w.-]+", "-", stem).strip(".-")[-MAX_NAME:] or "run"
     number = 1
