@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from mezzo import api
 from mezzo.engines.torch.catalog import digest_of
-from mezzo.errors import ConfigError, JournalError, RunFailed
+from mezzo.errors import ConfigError, DataError, JournalError, RunFailed
 from mezzo.journal.journal import read
 from tests.processes import kill_after, patience, start_run, wait_for_lines
 
@@ -112,19 +112,48 @@ def test_unwritable_run_folder_is_explained(options, tmp_path):
         api.finetune(**options, out=str(tmp_path / "file" / "run"))
 
 
-def test_resume_after_ctrl_c_gives_same_digest(options, tmp_path):
+def test_resume_after_ctrl_c_and_sigterm_gives_same_digest(options, tmp_path):
     uninterrupted = api.finetune(**options, out=str(tmp_path / "uninterrupted"))
-    run = tmp_path / "stopped"
-    process = start_run({**options, "out": str(run)})
-    wait_for_lines(run / "journal.jsonl", 21)  # the header and 20 steps
-    assert process.pid
-    os.kill(process.pid, signal.SIGINT)
-    process.join(patience(60))
-    assert process.exitcode == 0
-    content = read(run)
-    assert 20 <= content.steps < STEPS
-    assert content.marks[content.steps], "an interrupted run still records its digest"
-    assert api.finetune(**resume_options(run)).digest == uninterrupted.digest
+    for number in (signal.SIGINT, signal.SIGTERM):
+        run = tmp_path / f"stopped by {number}"
+        process = start_run({**options, "out": str(run)})
+        wait_for_lines(run / "journal.jsonl", 21)  # the header and 20 steps
+        assert process.pid
+        os.kill(process.pid, number)
+        process.join(patience(60))
+        assert process.exitcode == 0
+        content = read(run)
+        assert 20 <= content.steps < STEPS
+        assert content.marks[content.steps], "an interrupted run still records its digest"
+        assert api.finetune(**resume_options(run)).digest == uninterrupted.digest
+
+
+def test_resume_takes_data_that_has_moved_and_says_so_of_the_schedule(options, tiny_data, tmp_path):
+    here, there = tmp_path / "here.jsonl", tmp_path / "there.jsonl"
+    shutil.copy(tiny_data, here)
+    data = {"train": str(here), "dev": str(here)}
+    run = api.finetune(**{**options, **data, "steps": 4, "schedule": "linear"}, out=str(tmp_path / "a run"))
+    here.rename(there)
+    with pytest.raises(DataError, match=r"not at .*here.jsonl any more; .* --resume '.*a run' --train DATA$"):
+        api.finetune(resume=run.out, steps=8)
+    lines = there.read_text().splitlines(True)
+    here.write_text("".join(lines[1:]))
+    for changed, message in (
+        ("train", "training data has changed"),
+        ("dev", "--dev has .* examples, and the run began"),
+    ):
+        with pytest.raises(JournalError, match=message):
+            api.finetune(resume=run.out, **{"train": there, "dev": there, changed: here})
+    here.unlink()
+    seen: list[str] = []
+    observe = lambda event, values: seen.append(str(values.get("text")))  # noqa: E731
+    resumed = api.finetune(resume=run.out, train=there, dev=there, steps=8, observe=observe)
+    (jump,) = (text for text in seen if "schedule" in text)
+    assert jump.startswith("--steps 8 instead of 4 stretches the linear schedule: from here on the learning rate is ")
+    assert (resumed.steps, resumed.warnings) == (8, (jump,))
+    seen.clear()
+    assert api.finetune(resume=run.out, observe=observe).steps == 8, "it remembers where the data is"
+    assert not any("schedule" in text for text in seen)
 
 
 def test_session_that_is_dropped_keeps_no_files_open(options, tmp_path):

@@ -17,7 +17,11 @@ from mezzo.engines.hf_hub import needs_hub
 USE = ("eval", "predict", "signal")
 LARGEST_SEED = 2**63 - 1
 # Data of the hub, which must be asked for it.
-HUB_DATA: dict[str, Any] = {"contacts": lambda source: str(source).startswith("hub:"), "placeholder": "DATA"}
+HUB_DATA: dict[str, Any] = {
+    "contacts": lambda source: str(source).startswith("hub:"),
+    "placeholder": "DATA",
+    "resumable": True,  # from another place; the journal has the digest
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from mezzo.config import OPTIONS, RunConfig, convert, flatten, from_mapping, option_names, unnamed_options
 from mezzo.engines.base import Engine, Workers
-from mezzo.errors import ConfigError, JournalError
+from mezzo.errors import ConfigError, DataError, JournalError
 from mezzo.evaluation.evaluate import Evaluation
 from mezzo.evaluation.rewards import Reward
 from mezzo.journal.header import Header
@@ -43,6 +44,8 @@ from mezzo.types import Batch
 RESUMABLE = option_names(resumable=True)
 # Example-forwards of training between two evaluations, by the number of dev examples.
 EVALUATION_SHARE = 8
+# Share of the peak learning rate from which on a change of the schedule is announced.
+SMALL_JUMP = 0.02
 # What must be named again where it contacts other machines.
 CONTACTING = tuple(name for name, option in OPTIONS.items() if option.contacts)
 # The user's own objective, given in Python.
@@ -96,6 +99,7 @@ def resume_run(
         config = from_mapping({**remembered, "remote_code": False, **changes, "out": str(folder.path)})
         check_installed(config.track)
         setup = resolve_setup(config, get_task(dict(header.task)))
+        _refuse_missing_data(setup.config, folder)
         objective = _load(setup, observe, function)
         _check_same_data(header, setup)
         engine = _open_engine(setup)
@@ -105,13 +109,17 @@ def resume_run(
             observe("warning", {"text": f"the last {content.torn} bytes of the journal were torn and have been cut"})
         bring_to(engine, content, content.steps, folder.snapshots)
         earlier = folder.rewind_metrics(content.steps)
+        _check_same_counts(earlier, setup, changes)
         folder.write_config({**setup.config.to_dict(), "out": str(folder.path)})
     except BaseException:
         journal.close()
         if engine is not None:
             engine.close()
         raise
-    return _start(setup, engine, folder, journal, objective, observe, earlier)
+    session = _start(setup, engine, folder, journal, objective, observe, earlier)
+    if jump := _describe_jump(setup.config, remembered.get("steps"), content.steps):
+        session.events.warn(content.steps, jump)
+    return session
 
 
 def make_header(setup: Setup, engine: Engine) -> Header:
@@ -305,6 +313,44 @@ def _check_same_data(header: Header, setup: Setup) -> None:
         raise JournalError(f"the run rounds by {header.rounding!r}; this mezzo by {rounding.VERSION!r}")
     if header.data != setup.data_digest:
         raise JournalError("the training data has changed since the run began; restore it, or start a new run")
+
+
+def _refuse_missing_data(config: RunConfig, folder: Folder) -> None:
+    """Data that has moved can be named; its digest says whether it is the same."""
+    for name in ("train", "dev", "test"):
+        source = getattr(config, name)
+        if source and not source.startswith("hub:") and not Path(source).exists():
+            command = f"mezzo train --resume {shlex.quote(str(folder.path))} --{name} {OPTIONS[name].placeholder}"
+            raise DataError(
+                f"the {name} data of this run is not at {source} any more; where it has moved to: {command}"
+            )
+
+
+def _check_same_counts(earlier: Sequence[dict[str, Any]], setup: Setup, changes: dict[str, Any]) -> None:
+    """Dev and test data from another place have no digest, but must at least have as many examples."""
+    started = next((event for event in earlier if event.get("event") == "start"), {})
+    for name, examples in (("dev", setup.splits.dev), ("test", setup.splits.test)):
+        before = started.get(name, len(examples))
+        if name in changes and "eval_limit" not in changes and before != len(examples):
+            raise JournalError(
+                f"--{name} has {len(examples)} examples, and the run began with {before}: give the same data"
+            )
+
+
+def _describe_jump(config: RunConfig, planned: Any, step: int) -> str:
+    """What is said of a learning rate that another number of steps changes in mid-run; empty if it stays."""
+    if config.method != "spsa" or not step or planned == config.steps:
+        return ""
+    assert config.schedule and config.lr is not None and config.steps
+    before, now = (
+        schedule(config.schedule, config.lr, steps, config.warmup)(step) for steps in (planned, config.steps)
+    )
+    if abs(now - before) <= SMALL_JUMP * config.lr:
+        return ""
+    return (
+        f"--steps {config.steps} instead of {planned} stretches the {config.schedule} schedule: from here on the learning rate "
+        f"is {now:.3g}, where it would have been {before:.3g}"
+    )
 
 
 def _describe(function: Callable[..., Any]) -> str:

@@ -231,18 +231,24 @@ class _Upcoming:
 
 @contextmanager
 def _interrupt_handler(interrupt: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C asks the loop to end after the current step; a second one ends at once. Only in the main thread."""
+    """Ctrl-C and SIGTERM ask the loop to end after the current step; a second one ends at once. Only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.getsignal(signal.SIGINT)
+    numbers = [signal.SIGINT] + [signal.SIGTERM] * (signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+    previous = {number: signal.getsignal(number) for number in numbers}
+
+    def put_back() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, previous)
+        put_back()
         interrupt()
 
-    signal.signal(signal.SIGINT, handle)
+    for number in numbers:
+        signal.signal(number, handle)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        put_back()
