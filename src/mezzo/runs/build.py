@@ -379,8 +379,9 @@ def _check_named_again(remembered: dict[str, Any], given: dict[str, Any]) -> Non
             again = "name it again, or another, to resume" if option.resumable else "name it again to resume"
             used = f"{option.flag} {remembered[option.name]!r}"
             raise ConfigError(f"this run used {used}; {again}: {option.flag} {option.placeholder}")
-    for name in set(given) - set(RESUMABLE):
-        if convert(name, given[name]) != remembered.get(name):
+    for name, value in given.items():
+        fixed = name not in RESUMABLE or str(value).startswith("hub:")  # files move; a data set of the hub does not
+        if fixed and convert(name, value) != remembered.get(name):
             raise ConfigError(f"a resumed run keeps its settings; {name} cannot change")
 
 
