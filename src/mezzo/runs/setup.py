@@ -251,7 +251,9 @@ def _max_length(config: RunConfig, task: Task, longest: int | None, tokenizer: A
     """Tokens of a prompt: as configured, else the task's, and never more than the model or its tokenizer takes. Solved examples
     before a causal prompt may fill all of it."""
     if config.demonstrations and task.family == "causal" and config.max_length is None:
-        return min(longest or LONGEST_PROMPT, TokenizerWrapper(tokenizer).max_length or LONGEST_PROMPT, LONGEST_PROMPT)
+        limits = (longest, TokenizerWrapper(tokenizer).max_length, LONGEST_PROMPT)
+        generated = config.max_new_tokens if task.kind == "generation" else 0
+        return max(1, min(limit for limit in limits if limit is not None) - generated)
     if longest is None:
         return config.max_length
     if config.max_length is not None and config.max_length > longest:

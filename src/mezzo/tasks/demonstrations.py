@@ -32,7 +32,7 @@ class Demonstrations:
         Without an index, a checksum of the example's texts replaces it, so that batching changes nothing.
         """
         texts = self.task.texts(example)
-        key = index if index is not None else zlib.crc32("\x1f".join(texts).encode())
+        key = index if index is not None else _checksum(texts)
         labels = range(len(self.by_label))
         return [self._choose_one(label, texts, f"{self.seed}/{key}/{label}", sampling) for label in labels]
 
@@ -46,20 +46,22 @@ class Demonstrations:
 
 
 class InContextExamples:
-    """Solved examples to put before a causal prompt: `count` of the pool at random, the same ones for every prompt."""
+    """Solved examples to put before a causal prompt: `count` of the pool at random, drawn anew for every prompt."""
 
     def __init__(self, task: Task, pool: Sequence[Example], count: int, seed: int = 0) -> None:
         if count > len(pool):
             raise TaskError(
                 f"{count} demonstrations of {len(pool)} training examples; give more data, or ask for fewer"
             )
-        self.task, self.count = task, count
-        # One more: it takes the place of an example that would demonstrate itself.
-        self.chosen = random.Random(f"{seed}/demonstrations").sample(list(pool), min(count + 1, len(pool)))
+        self.task, self.pool, self.count, self.seed = task, pool, count, seed
 
     def choose(self, example: Example) -> list[Example]:
+        """The choice depends on the seed and the example's texts, and on nothing else."""
         texts = self.task.texts(example)
-        return [each for each in self.chosen if self.task.texts(each) != texts][: self.count]
+        order = random.Random(f"{self.seed}/{_checksum(texts)}")
+        # One more: it takes the place of an example that would demonstrate itself.
+        chosen = order.sample(self.pool, min(self.count + 1, len(self.pool)))
+        return [each for each in chosen if self.task.texts(each) != texts][: self.count]
 
     def solve(self, example: Example) -> str:
         """The prompt of an example with its right answer."""
@@ -67,3 +69,7 @@ class InContextExamples:
         answer = task.answers(example)[0 if task.kind == "generation" else example.label]
         gap = "" if templates.ends_with_space(task.nodes) else " "
         return (templates.render(task.nodes, task.texts(example)) + gap + answer).strip()
+
+
+def _checksum(texts: Sequence[str]) -> int:
+    return zlib.crc32("\x1f".join(texts).encode())

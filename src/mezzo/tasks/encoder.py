@@ -38,8 +38,8 @@ class Encoder:
     """Encodes examples of `task` for the model of `tokenizer`.
 
     Texts are cut to fit `max_length` (the task's, unless given), the template never. `demonstrations` is a pool of
-    labelled examples. For a causal model, `in_context` of them (all, unless given) precede every prompt, and the first
-    are cut where they do not fit. For a masked one, one per label follows each prompt, chosen by (`seed`, example index,
+    labelled examples. For a causal model, `in_context` of them (all, unless given) precede every prompt, drawn at random,
+    and the first are cut where they do not fit. For a masked one, one per label follows each prompt, chosen by (`seed`, example index,
     sampling number): `demo_choice` is the sampling number, or (example index, sampling number).
     """
 
@@ -60,7 +60,6 @@ class Encoder:
             self.readout = self._choose_readout(readout, vocabulary)
             self._demonstrations: Demonstrations | None = None
             self._in_context: InContextExamples | None = None
-            self._encoded: dict[str, Ids] = {}
             if demonstrations and self._puts_them_before():
                 count = len(demonstrations) if in_context is None else in_context
                 self._in_context = InContextExamples(self.task, demonstrations, count, seed)
@@ -229,9 +228,7 @@ class Encoder:
         if self._in_context is None:
             return ()
         text = "".join(self._in_context.solve(each) + "\n\n" for each in self._in_context.choose(example))
-        if text not in self._encoded:  # nearly all prompts have the same
-            self._encoded[text] = self.tokenizer.encode_before_text(text)
-        return self._encoded[text]
+        return self.tokenizer.encode_before_text(text)
 
     def _fit(self, in_context: Ids, room: int) -> Ids:
         """The end of the solved examples, as long as there is room."""
