@@ -18,10 +18,13 @@ from typing import Any
 import pytest
 
 import mezzo
-from mezzo.cli.parser import build_parser
+from mezzo import api
+from mezzo.cli.parser import build_parser, given_options
 from mezzo.config import option_names
 from mezzo.engines.hf_hub import bundled_models
 from mezzo.runs import defaults
+from mezzo.runs.sweep import parse_grid
+from mezzo.tasks import get_task
 from tests.processes import patience
 
 ROOT = Path(__file__).parents[1]
@@ -300,6 +303,26 @@ def test_options_on_pages_exist(page):
         pytest.skip("the page has commands of other programs")
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text(encoding="utf-8")))
     assert named <= options_of(build_parser()) | OTHER_PROGRAMS
+
+
+def test_commands_and_tasks_of_the_paper_page_exist():
+    text = (DOCS / "paper.md").read_text(encoding="utf-8")
+    commands = [block for kind, _, block in blocks_of(DOCS / "paper.md") if kind == "text"]
+    lines = [line for block in commands for line in block.replace("\\\n", " ").splitlines()]
+    assert len(lines) == 3
+    for line in lines:
+        options = build_parser().parse_args(line.split()[1:])
+        parse_grid(getattr(options, "seeds", None), getattr(options, "sweep", None) or ())
+        api.resolve(given_options(options))
+    rows = re.findall(r"^\| full .*|^\| LoRA .*|^\| prefix .*|^\| fine-tuning .*", text, re.M)
+    assert len(rows) == 7
+    for row in rows:
+        options, grid = (" ".join(re.findall(r"`(--[^`]*\d[^`]*)`", cell)) for cell in row.split("|")[2:4])
+        given = build_parser().parse_args(["train", *options.split(), *grid.split()])
+        for lr in parse_grid(None, given.sweep)["lr"]:
+            api.resolve({"method": "spsa", **given_options(given), "lr": lr})
+    named = re.findall(r"^\| [\w-]+ \| `([\w-]+)` \| [\d.]+ \|", text, re.M)
+    assert [get_task(name, "causal").name for name in named] == named and len(named) == 11
 
 
 def test_tables_of_defaults_are_complete():
