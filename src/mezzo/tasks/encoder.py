@@ -38,9 +38,9 @@ class Encoder:
     """Encodes examples of `task` for the model of `tokenizer`.
 
     Texts are cut to fit `max_length` (the task's, unless given), the template never. `demonstrations` is a pool of
-    labelled examples. For a causal model, `in_context` of them (all, unless given) precede every prompt, drawn at random,
-    and the first are cut where they do not fit. For a masked one, one per label follows each prompt, chosen by (`seed`, example index,
-    sampling number): `demo_choice` is the sampling number, or (example index, sampling number).
+    labelled examples. For a causal model, `in_context` of them (all, unless given), drawn at random, precede each prompt;
+    the first are cut where they do not fit. For a masked one, one per label follows each prompt, chosen by (`seed`, example
+    index, sampling number): `demo_choice` is the sampling number, or (example index, sampling number).
     """
 
     def __init__(
