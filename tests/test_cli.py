@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,25 @@ QUICK = {
 def test_help_and_configuration_import_neither_torch_nor_numpy(code):
     check = "import sys; sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", f"{code}; {check}"], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("named", [[], ["--model", "mezzo/llama-mini"], ["--method", "spsa", "--space", "full"]])
+def test_help_shows_the_defaults_of_the_model_at_hand(named, capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help", *named])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert main(["train", *named, "--print-config"]) == 0
+    config = tomllib.loads(capsys.readouterr().out)
+    for group, name in (("space", "space"), ("method", "eps"), ("method", "budget"), ("method", "lr")):
+        value = config[group].get(name)
+        flag = f"--{name} {name[0].upper()} "
+        assert value is None or name in str(named) or f"[{value}" in shown.split(flag)[1].split(" --")[0]
+
+
+def test_help_about_a_model_that_is_not_here_does_not_guess(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--model", "somebody/unknown", "--help"])
+    assert "learning rate [by model and space]" in capsys.readouterr().out
 
 
 def test_eval_of_a_model_with_demonstrations(tiny_folder, tiny_data, capsys):

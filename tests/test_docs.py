@@ -363,7 +363,9 @@ def test_every_guarantee_names_tests_that_exist():
 
 def test_every_page_is_in_the_navigation_once():
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    listed = re.findall(r"^  - [^:#]+: (\S+\.md)$", settings[settings.index("nav:") :], re.M)
+    listed = re.findall(r"^      - [^:#]+: (\S+\.md)$", settings[settings.index("nav:") :], re.M)
+    groups = re.findall(r"^  - ([^:#]+):$", settings[settings.index("nav:") :], re.M)
+    assert groups == ["Start", "Guides", "Reference", "Explanation"]
     assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
 
 

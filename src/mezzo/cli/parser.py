@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +13,7 @@ from mezzo import __version__
 from mezzo.config import OPTIONS, flatten, option_names
 from mezzo.config.hints import similar_options
 from mezzo.config.option import Option
-from mezzo.errors import ConfigError, nearest
+from mezzo.errors import ConfigError, MezzoError, nearest
 from mezzo.untrusted import without_credentials
 
 GROUPS = {
@@ -189,7 +190,12 @@ class Parser(argparse.ArgumentParser):
         formatter = partial(argparse.HelpFormatter, max_help_position=32, width=110)
         super().__init__(*names, **{**settings, "formatter_class": formatter, "allow_abbrev": False})
 
+    def find(self, words: Any) -> argparse.Namespace:
+        """The arguments that this parser knows, among others."""
+        return super().parse_known_args(words)[0]
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.words = args
         found, rest = super().parse_known_args(args, namespace)
         if rest and self._subparsers is None:  # here, where the options of the command are known
             self.error(self._unknown(str(rest[0])))
@@ -219,6 +225,30 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, without_credentials(f"mezzo: {message} ('{self.prog} --help' explains)\n"))
 
 
+class ModelHelp(argparse.Action):
+    """`--help` with the defaults of the model, space and method that stand beside it."""
+
+    NAMED = ("model", "space", "method", "engine", "dtype")
+
+    def __call__(self, parser: Any, *_: Any) -> None:
+        finder = Parser(add_help=False)
+        for name in self.NAMED:
+            finder.add_argument(OPTIONS[name].flag)
+        given = {name: value for name, value in vars(finder.find(parser.words)).items() if value is not None}
+        with contextlib.suppress(MezzoError):  # a mistake is told when it is run
+            from mezzo.runs.defaults import describe_defaults
+
+            defaults = describe_defaults(given)
+            for action in parser._actions:
+                if action.dest in defaults and action.dest not in given:
+                    action.help = f"{action.help.partition(' [')[0]} [{defaults[action.dest]}]"
+            if defaults:
+                model = given.get("model", OPTIONS["model"].default)
+                parser.epilog = f"Defaults are those of {model}; with another --model, --help shows its own."
+        parser.print_help()
+        parser.exit()
+
+
 def build_parser() -> Parser:
     parser = Parser(
         "mezzo",
@@ -229,7 +259,10 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"mezzo {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        _add_arguments(commands.add_parser(name, help=command.help, description=command.help), name, command)
+        about = commands.add_parser(name, help=command.help, description=command.help, add_help=name != "train")
+        if name == "train":
+            about.add_argument("-h", "--help", action=ModelHelp, nargs=0, help="show this help message and exit")
+        _add_arguments(about, name, command)
     return parser
 
 

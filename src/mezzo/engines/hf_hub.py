@@ -125,17 +125,31 @@ def family_of(config: Any) -> Family:
     from transformers.models.auto import modeling_auto
 
     refuse_pairs(config)
-    stated = getattr(config, "architectures", None)
-    for architecture in map(str, stated if isinstance(stated, (list, tuple)) else ()):
-        if "MaskedLM" in architecture:
-            return "masked"
-        if "CausalLM" in architecture or "LMHeadModel" in architecture:
-            return "causal"
+    if family := _family_of_head(getattr(config, "architectures", None)):
+        return family
     if config.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         return "masked"
     if config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return "causal"
     raise ModelError(f"models of type {config.model_type!r} are neither masked nor causal language models")
+
+
+def stated_family(name: str) -> Family | None:
+    """The family of a model on this machine by its config.json alone, without transformers; None where it does not say."""
+    try:
+        settings = json.loads((Path(locate(name)) / "config.json").read_bytes()[:MAX_JSON])
+        return _family_of_head(settings.get("architectures"))
+    except (OSError, ValueError, RecursionError, AttributeError, ModelError):
+        return None
+
+
+def _family_of_head(architectures: Any) -> Family | None:
+    for architecture in map(str, architectures if isinstance(architectures, (list, tuple)) else ()):
+        if "MaskedLM" in architecture:
+            return "masked"
+        if "CausalLM" in architecture or "LMHeadModel" in architecture:
+            return "causal"
+    return None
 
 
 def refuse_pairs(config: Any) -> None:

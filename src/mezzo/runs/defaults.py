@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from mezzo.config import OPTIONS, RunConfig, from_mapping, option_names
 from mezzo.engines import ENGINES
-from mezzo.engines.hf_hub import BUNDLED
+from mezzo.engines.hf_hub import BUNDLED, stated_family
 from mezzo.errors import ConfigError, ModelError, TaskError
 from mezzo.method.objectives import OBJECTIVES
 from mezzo.tasks import get_task
@@ -102,6 +103,24 @@ def apply_defaults(config: RunConfig, family: str) -> RunConfig:
         assert config.steps is not None
         config = config.replace(eval_every=max(1, config.steps // 10))
     return config
+
+
+def describe_defaults(values: Mapping[str, Any]) -> dict[str, str]:
+    """The defaults of the options that depend on model, space and method, as help shows them; empty where they are not known
+    because the model is not on this machine."""
+    config = from_mapping(values)
+    family = stated_family(config.model)
+    if family is None:
+        return {}
+    chosen = apply_defaults(config, family)
+    other = apply_defaults(config.replace(method="spsa"), family) if chosen.method == "solve" else chosen
+    shown: dict[str, str] = {}
+    for name in ("method", "space", "noise", *option_names(per_model=True), "samples"):
+        value, otherwise = getattr(chosen, name), getattr(other, name)
+        texts = [f"{value}"] * (value is not None)
+        texts += [f"{otherwise} with --method spsa"] * (otherwise not in (None, value) and name != "method")
+        shown |= {name: "; ".join(texts)} if texts else {}
+    return shown
 
 
 def choose_method(config: RunConfig, one_direction: bool = False) -> str:
