@@ -56,19 +56,13 @@ def test_directions_without_effect_get_no_coefficient():
     model.changes[3] = 0.0
     assert model.fit(0.1)[3] == 0.0
     still = ScoreModel(model.base, np.zeros_like(model.changes), model.labels)
-    ridge, gain = still.choose_ridge(seed=1)
-    assert ridge > 0 and gain == pytest.approx(0.0) and not still.fit(ridge).any()
+    assert not still.fit(1e-12).any()
 
 
-def test_the_ridge_is_larger_where_there_is_only_noise():
-    noise, signal = make_model(2, directions=30, signal=0.0), make_model(2, directions=30, signal=3.0)
-    (most, no_gain), (least, gain) = noise.choose_ridge(seed=0), signal.choose_ridge(seed=0)
-    assert most > least and gain > 0.2 > no_gain
-
-
-def test_the_ridge_depends_on_nothing_but_the_seed():
-    model = make_model(4)
-    assert model.choose_ridge(seed=3) == model.choose_ridge(seed=3)
+def test_a_path_of_ridges_has_the_fit_of_each():
+    model, ridges = make_model(2, directions=12), [0.3, 0.01, 3.0]
+    for ridge, alpha in zip(ridges, model.fit_path(ridges), strict=True):
+        np.testing.assert_allclose(alpha, model.fit(ridge), atol=1e-2 * np.abs(alpha).max())
 
 
 def test_log_probabilities_of_a_vocabulary_keep_their_loss():

@@ -151,7 +151,7 @@ def test_steps_grow_and_fit_the_data(train, held_out):
     assert all(size.judged <= (held_out or max(1, train - size.fitted)) for size in sizes)
     costs = [size.forwards for size in sizes]
     assert costs == sorted(costs)
-    assert all(solve.LEAST_DIRECTIONS <= size.directions <= solve.MOST_DIRECTIONS for size in sizes)
+    assert all(solve.DIRECTIONS <= size.directions <= solve.MOST_DIRECTIONS for size in sizes)
 
 
 def test_sizes_can_be_fixed():
@@ -161,7 +161,7 @@ def test_sizes_can_be_fixed():
 
 def test_the_width_of_the_difference_follows_the_change_of_scores():
     method = Solve(0, 1e-3, ExampleStream((), READOUT, 0))
-    notes = {"forwards": 1, "fitted": 1, "judged": 1, "gain": 1.0, "gain_error": 0.1, "change": 0.012}
+    notes = {"forwards": 1, "fitted": 1, "judged": 1, "gain": 0.1, "gain_error": 0.1, "expected": 0.2, "change": 0.012}
     record = StepRecord(0, (1.0,), (), Update(), 0.0, notes=notes)
     method.observe(record)
     assert method.eps == 4e-3

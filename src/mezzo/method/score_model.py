@@ -16,15 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mezzo.method import noise
 from mezzo.method.objectives import Labels, is_normalised, log_sum_exp
 from mezzo.types import Batch, Scores
 
 Floats = npt.NDArray[np.float64]
-# Ridges that are tried, relative to the mean curvature along a direction.
-RIDGES = 0.01 * 4.0 ** np.arange(8)
-FOLDS = 4
-# Newton's iterations of a fit. Cross-validation takes one at each ridge, from the fit of the ridge before it.
+# Newton's iterations of a fit.
 MAX_ITERATIONS = 30
 # A fit ends when an iteration lowers the loss by no more than this share of it.
 TOLERANCE = 1e-5
@@ -78,14 +74,11 @@ class ScoreModel:
         mean = (self.changes * chances).sum(axis=-1, keepdims=True)
         return float(((self.changes - mean) ** 2 * chances).sum() / len(self.labels) / len(self.changes))
 
-    def take(self, rows: npt.NDArray[np.bool_]) -> ScoreModel:
-        return ScoreModel(self.base[rows], self.changes[:, rows], self.labels[rows])
-
-    def fit(self, ridge: float, start: Floats | None = None, iterations: int = MAX_ITERATIONS) -> Floats:
+    def fit(self, ridge: float, start: Floats | None = None) -> Floats:
         """The coefficients that minimise the loss, by Newton's method with step halving."""
         alpha = np.zeros(len(self.changes)) if start is None else start
         value = self._penalised(alpha, ridge)
-        for _ in range(iterations):
+        for _ in range(MAX_ITERATIONS):
             gradient, hessian = self._derivatives(alpha)
             gradient = gradient + ridge * alpha
             direction = np.linalg.solve(hessian + ridge * np.eye(len(alpha)), gradient)
@@ -106,21 +99,6 @@ class ScoreModel:
         for ridge in sorted(ridges, reverse=True):
             alpha = fits[ridge] = self.fit(ridge, alpha)
         return [fits[ridge] for ridge in ridges]
-
-    def choose_ridge(self, seed: int) -> tuple[float, float]:
-        """The ridge that predicts best what was not fitted, by cross-validation over the examples, and the mean gain that it
-        promises there. No forward pass is needed."""
-        ridges = (max(self.mean_curvature(), 1e-12) * RIDGES)[::-1].tolist()
-        folds = noise.order(seed, "folds", len(self.labels)) % FOLDS
-        parts = [(self.take(folds != fold), self.take(folds == fold)) for fold in range(FOLDS)]
-        fits = [np.zeros(len(self.changes)) for _ in parts]
-        losses: list[float] = []
-        for ridge in ridges:
-            fits = [inside.fit(ridge, alpha, 1) for (inside, _), alpha in zip(parts, fits, strict=True)]
-            losses.append(sum(outside.losses(alpha).sum() for (_, outside), alpha in zip(parts, fits, strict=True)))
-        best = int(np.argmin(losses))
-        gain = float(cross_entropies(self.base, self.labels).mean() - losses[best] / len(self.labels))
-        return ridges[best], gain
 
     def _penalised(self, alpha: Floats, ridge: float) -> float:
         return float(self.losses(alpha).mean() + ridge / 2 * alpha @ alpha)

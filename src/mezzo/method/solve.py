@@ -9,7 +9,7 @@ wide its finite differences are and when to end follow from the steps before.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,22 +20,32 @@ from mezzo.method.noise import step_seed
 from mezzo.method.score_model import Floats, ScoreModel, cross_entropies, logits_of
 from mezzo.types import Batch, Probe, Question, Scores, StepRecord, Update
 
-# Examples of the first step; each step whose gain is less than so many standard errors makes the next one larger: the gradient
-# has become smaller than its noise, which more examples average out.
-FIRST_EXAMPLES, GROWTH, CLEAR_GAIN = 64, 1.25, 2.0
-# Directions, as a multiple of the examples, at least and at most. With few directions, the largest curvature along them limits
-# the move; with more than the examples can tell apart, nothing is gained.
-RATIO, LEAST_DIRECTIONS, MOST_DIRECTIONS = 1.0, 64, 256
-# The solutions that are tried, as multiples of the ridge that cross-validation prefers: the linear model holds near θ only.
-CAUTIONS = (1.0, 2.0, 4.0, 8.0, 16.0, 64.0)
+# Examples of the first step. The next ones take more while the gains of the last steps (averages that forget a quarter a step)
+# are less than this share of what the fitted examples promised: most of the move is then noise, which more examples average out.
+# With a larger share forwards are wasted: twice the examples then give less than twice the gain.
+FIRST_EXAMPLES, GROWTH, LEAST_SHARE, FORGET = 64, 1.25, 0.25, 0.25
+# A gain of so many standard errors is beyond doubt.
+CLEAR_GAIN = 2.0
+# Directions, and the most that there may be. They grow only where there are fewer examples than wanted: a step finds more of the
+# gradient along more of them, but more steps along fewer find more of it for the same forwards.
+DIRECTIONS, MOST_DIRECTIONS = 64, 256
+# Ridges that the first step tries, relative to the mean curvature along a direction, and multiples of the last good one that the
+# others try. The linear model holds near θ only, so that only real forwards tell how far to go.
+FIRST_RIDGES = tuple(0.01 * 8.0**power for power in range(6))
+CAUTIONS = tuple(8.0**power for power in (-1, -0.5, 0, 0.5, 1, 2))
 # Held-out examples that judge a step at most; where none are held out, as many training examples judge as are fitted.
 MOST_JUDGED = 512
 # The gain that a move must have on held-out examples, in standard errors: they judge every step, so that chance adds up.
 HELD_OUT_MARGIN = 0.5
 # The root mean square by which a probe should change logits. Smaller changes drown in rounding, larger ones are not linear.
 WANTED_CHANGE = {"float32": 0.1, "bfloat16": 0.3, "float16": 0.2}
+# The moves of so many steps before are directions too.
+LAST_MOVES = 2
 # The run ends when so many steps together gain no more than chance, or than this share of the loss. They triple what was spent.
 LAST_STEPS, LEAST_GAIN = 8, 0.01
+
+
+Terms = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +68,7 @@ def plan_step(wanted: float, train: int, held_out: int, directions: int = 0, fit
     Sizes are powers of two and their middles (64, 96, 128, …): a device then sees few shapes.
     """
     examples = min(fitted or _round(wanted), train if held_out else max(1, train // 2))
-    count = directions or min(MOST_DIRECTIONS, max(LEAST_DIRECTIONS, _round(RATIO * wanted)))
+    count = directions or min(MOST_DIRECTIONS, max(DIRECTIONS, _round(DIRECTIONS * wanted / examples)))
     return StepSize(count, examples, min(MOST_JUDGED, held_out) or min(examples, max(1, train - examples)))
 
 
@@ -86,6 +96,13 @@ class Solve:
     _judged: int = field(init=False, default=0)
     _wanted: float = field(init=False, default=FIRST_EXAMPLES)
     """Examples that the next step should fit."""
+    _gain: float = field(init=False, default=0.0)
+    _expected: float = field(init=False, default=0.0)
+    """Averages over the last steps: gains, and what the fitted examples promised."""
+    _last_moves: list[Terms] = field(init=False, default_factory=list)
+    """The newest first. The loss often still falls along them, which fresh directions would have to find again."""
+    _ridge: float = field(init=False, default=0.0)
+    """What clear gains came from; 0 before the first one."""
     _gains: list[tuple[float, float]] = field(init=False, default_factory=list)
     """Of each move that was taken, 0 where none was, and its standard error."""
     _loss: float = field(init=False, default=0.0)
@@ -97,37 +114,39 @@ class Solve:
         held_out = len(self.held_out) if self.held_out else 0
         size = plan_step(self._wanted, len(self.train), held_out, self.directions, self.examples)
         batch = self.train.take(self._taken, size.fitted)
-        seeds = [step_seed(self.seed, step, direction) for direction in range(size.directions)]
-        answer = yield Question(batch, (Probe(), *(Probe(((seed, self.eps),)) for seed in seeds)))
+        fresh: list[Terms] = [((step_seed(self.seed, step, number), 1.0),) for number in range(size.directions)]
+        directions = [*fresh, *self._last_moves]
+        answer = yield Question(batch, (Probe(), *(Probe(combine([each], [self.eps])) for each in directions)))
         model, usable = make_model(answer, batch, self.eps)
         notes = {
-            "forwards": size.forwards,
-            "directions": size.directions,
+            "forwards": size.forwards + len(self._last_moves) * size.fitted,
+            "directions": len(directions),
             "fitted": size.fitted,
             "judged": size.judged,
             "eps": self.eps,
         }
         if model is None:
             return StepRecord(step, (math.nan,), (), Update(), 0.0, "non-finite loss", notes)
-        seeds = [seed for seed, kept in zip(seeds, usable, strict=True) if kept]
-        ridge, expected = model.choose_ridge(step_seed(self.seed, step, 0))
-        moves = [_float32(move) for move in model.fit_path([caution * ridge for caution in CAUTIONS])]
+        directions = [each for each, kept in zip(directions, usable, strict=True) if kept]
+        ridges = FIRST_RIDGES if not self._ridge else [self._ridge * caution for caution in CAUTIONS]
+        unit = max(model.mean_curvature(), 1e-12)
+        moves = model.fit_path([unit * ridge for ridge in ridges])
         judges = self._judges(size)
-        terms = [tuple(zip(seeds, move.tolist(), strict=True)) for move in moves]
+        terms = [combine(directions, move) for move in moves]
         tried = yield Question(judges, (Probe(), *map(Probe, terms)))
         losses = _losses_per_example(tried, judges)
         chosen, gain, error = choose_move(losses, HELD_OUT_MARGIN if self.held_out else 0.0)
+        best = int(losses[1:].mean(axis=1).argmin())
         notes |= {
             "change": float(self.eps * model.changes.std()),
-            "ridge": ridge,
-            "expected": expected,
-            "caution": CAUTIONS[chosen] if chosen is not None else math.inf,
+            "ridge": ridges[chosen] if chosen is not None else math.inf,
+            "expected": float((model.losses(np.zeros(len(directions))) - model.losses(moves[best])).mean()),
             "before": float(losses[0].mean()),
             "gain": gain,
             "gain_error": error,
         }
         update = Update() if chosen is None else Update(tuple((seed, -coef) for seed, coef in terms[chosen]))
-        loss = float(model.losses(np.zeros(len(seeds))).mean())
+        loss = float(model.losses(np.zeros(len(directions))).mean())
         return StepRecord(step, (loss,), tuple(model.slopes().tolist()), update, 0.0, notes=notes)
 
     def _judges(self, size: StepSize) -> Batch:
@@ -147,10 +166,24 @@ class Solve:
             self.eps /= 4
             return
         gain, error, self._loss = notes["gain"], notes["gain_error"], record.losses[0]
+        if gain > CLEAR_GAIN * error:
+            # Halfway to the chosen one: the choice is noisy.
+            self._ridge = math.sqrt((self._ridge or notes["ridge"]) * notes["ridge"])
+        if not record.update.empty:
+            self._last_moves = [self._own_part(record), *self._last_moves][:LAST_MOVES]
         self._gains.append((gain if not record.update.empty else 0.0, error))
-        self._wanted *= GROWTH if gain < CLEAR_GAIN * error else 1.0
+        self._gain += FORGET * (gain - self._gain)
+        self._expected += FORGET * (notes["expected"] - self._expected)
+        self._wanted *= GROWTH if self._gain < LEAST_SHARE * self._expected else 1.0
         ratio = WANTED_CHANGE[self.dtype] / notes["change"] if notes["change"] > 0 else 4.0
         self.eps *= 2.0 ** max(-2, min(2, round(math.log2(ratio))))
+
+    def _own_part(self, record: StepRecord) -> Terms:
+        """The part of a step's move along its fresh directions, as a direction of the same length as these."""
+        own = {step_seed(self.seed, record.step, number) for number in range(int(record.notes["directions"]))}
+        terms = [(seed, -coef) for seed, coef in record.update.terms if seed in own]
+        length = math.hypot(*(weight for _, weight in terms))
+        return tuple((seed, weight / length) for seed, weight in terms) if length else ()
 
     @property
     def finished(self) -> str:
@@ -162,6 +195,12 @@ class Solve:
         if len(last) < LAST_STEPS or total > max(chance, LEAST_GAIN * self._loss):
             return ""
         return f"moves stopped helping: the last {LAST_STEPS} gained {total:.2g}"
+
+
+def combine(directions: Sequence[Terms], coefficients: Iterable[float]) -> Terms:
+    """The sum of directions times coefficients, as terms with float32 values."""
+    pairs = zip(directions, coefficients, strict=True)
+    return tuple((seed, float(np.float32(weight * coef))) for each, coef in pairs for seed, weight in each)
 
 
 def make_model(scores: Scores, batch: Batch, eps: float) -> tuple[ScoreModel | None, Sequence[bool]]:
@@ -196,7 +235,3 @@ def _losses_per_example(scores: Scores, batch: Batch) -> Floats:
 def _centred(changes: Floats) -> Floats:
     """Without what a change adds to all candidates of an example, which no probability depends on."""
     return changes - changes.mean(axis=-1, keepdims=True)
-
-
-def _float32(values: Floats) -> Floats:
-    return values.astype(np.float32).astype(np.float64)

@@ -47,9 +47,8 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
         gradients=spec.gradients,
         base_digest=quantized.checkpoint_digest(locate(spec.model), spec.quantize) if spec.quantize else "",
     )
-    if device.type == "cuda" and spec.many_probes and not engine.population.large:
-        rows = min(spec.rows, PROBE_ROWS) if spec.fewer_rows else spec.rows
-        engine.micro_batch = MicroBatch(rows, members=max(2, FORWARD_ROWS // rows), pad_to=8)
+    if spec.many_probes and spec.fewer_rows:
+        engine.micro_batch = choose_for_probes(spec.rows, engine)
     if engine.frozen_cache and engine.frozen_cache.all_frozen and not spec.classes and device.type == "cpu":
         if spec.fewer_rows:
             engine.micro_batch = MicroBatch(rows=HEAD_ROWS)
@@ -70,10 +69,19 @@ def _reads_last_token(model: Any) -> bool:
 CPU_ROWS, CPU_WASTE = 16, 0.1
 # Rows of a forward on a GPU where members differ in small tensors only: enough to hide the time in which kernels are launched.
 # They are those of few examples, of similar length, at many probes.
-FORWARD_ROWS, PROBE_ROWS = 1024, 32
+GPU_ROWS, GPU_MEMBERS = 32, 32
 # An LM head behind cached layers reads one position of each example: many of them are little work, and threads that
 # wait for each other cost more than they gain (ten times more where another process uses one of the cores).
 HEAD_ROWS, HEAD_THREADS = 256, 1
+
+
+def choose_for_probes(rows: int, engine: TorchEngine) -> MicroBatch:
+    """For questions of many probes. Where large tensors are perturbed, that should be done for many rows at once."""
+    if engine.population.large:
+        return MicroBatch(rows=rows, pad_to=engine.micro_batch.pad_to, waste=engine.micro_batch.waste)
+    if engine.device.type == "cuda":
+        return MicroBatch(rows=min(rows, GPU_ROWS), members=GPU_MEMBERS, pad_to=8)
+    return engine.micro_batch
 
 
 def choose_micro_batch(rows: int, fewer: bool, device: str) -> MicroBatch:

@@ -108,12 +108,13 @@ class TorchEngine:
         groups = [] if shared else self.padded_rows(batch)
         points = self.probe_points(probes)
         with self.explain_out_of_memory(max(len(point.probes) for point in points)):
-            one_seed_each = all(len(point.seeds) <= 1 for point in points)
-            if self.graphs is not None and one_seed_each and not shared and not self.frozen_cache:
-                self.graphs.score(groups, batch, points, out)
-                return out
-            self.flush_updates()
-            for place, point in zip(places_of(points), points, strict=True):
+            placed = list(zip(places_of(points), points, strict=True))
+            if self.graphs is not None and not shared and not self.frozen_cache:
+                self.graphs.score(groups, batch, [each for each in placed if len(each[1].seeds) <= 1], out)
+                placed = [each for each in placed if len(each[1].seeds) > 1]
+            if placed:
+                self.flush_updates()
+            for place, point in placed:
                 with self.population.at(point):
                     if shared:
                         self._score_shared(batch, out[place])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mezzo.engines.torch.forward.inputs import PaddedRows
-from mezzo.engines.torch.forward.probe_point import ProbePoint, places_of
+from mezzo.engines.torch.forward.probe_point import ProbePoint
 from mezzo.engines.torch.gpu.captured_graph import CapturedForward, CapturedUpdate, number_words
 from mezzo.engines.torch.gpu.fused_ops import MAX_RANK
 from mezzo.types import Batch, Scores, Update
@@ -59,11 +59,13 @@ class Graphs:
         if deferred is not None:
             deferred.run()
 
-    def score(self, groups: Sequence[PaddedRows], batch: Batch, points: Sequence[ProbePoint], out: Scores) -> None:
-        """Launch every micro-batch at every point, then wait once for all scores."""
+    def score(
+        self, groups: Sequence[PaddedRows], batch: Batch, points: Sequence[tuple[slice, ProbePoint]], out: Scores
+    ) -> None:
+        """Launch every micro-batch at every point, then wait once for all scores. Each point comes with its place in `out`."""
         launched = [
             (place, len(point.probes), rows, self._launch(rows, batch, point))
-            for place, point in zip(places_of(points), points, strict=True)
+            for place, point in points
             for rows in groups
         ]
         self.scores_ready.record()
