@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,10 +17,13 @@ import numpy as np
 import pytest
 import torch
 
+import mezzo
 from mezzo.cli import commands, main
 from mezzo.config import RunConfig
 from mezzo.runs.datasets import splits_beside_train
 from tests.conftest import SENTENCES
+from tests.processes import reset_signals
+from tests.tickets import make_tickets, write_csv
 
 ROWS = [(text, label) for label, texts in SENTENCES.items() for text in texts]
 GOOD = (
@@ -325,3 +331,71 @@ def test_other_failures_are_not_explained_away(monkeypatch):
     monkeypatch.setattr(commands, "tasks", lambda options: raised("shapes differ"))
     with pytest.raises(RuntimeError, match="shapes differ"):
         call("tasks", "list")
+
+
+# ---- from a messy file to a shared model
+
+
+@pytest.fixture(scope="module")
+def trained_on_tickets(tmp_path_factory):
+    """A folder in which `mezzo train --train tickets.csv` has run until its dev figure was good, and Ctrl-C was pressed."""
+    folder = tmp_path_factory.mktemp("newcomer")
+    write_csv(folder / "tickets.csv", make_tickets())
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "mezzo", "train", "--train", "tickets.csv"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=folder, env=environment, preexec_fn=reset_signals, **pipes)
+    said, good = [], False
+    for line in process.stderr:
+        said.append(line)
+        found = re.search(r"dev accuracy ([\d.]+)%", line)
+        if found and float(found[1]) >= 90 and not good:
+            process.send_signal(signal.SIGINT)  # a second one would end it at once
+            good = True
+    out = process.stdout.read()
+    assert process.wait() == 130, "".join(said)
+    return folder, out, "".join(said)
+
+
+@pytest.mark.slow
+def test_five_commands_lead_from_a_messy_file_to_a_shared_model(trained_on_tickets, monkeypatch, capsys):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+    folder, out, said = trained_on_tickets
+    assert "proposed task 'tickets'" in said
+    assert "data: rows without a text: " in said
+    assert re.search(r"^verdict +worked: ", out, re.M), out
+    assert float(re.search(r"^dev accuracy +([\d.]+)%", out, re.M)[1]) >= 85
+    assert "majority class         60.0%" in out
+    monkeypatch.chdir(folder)
+    run = next(Path("runs").glob("tickets-*"))
+    for command in (
+        ("predict", str(run), "tickets.csv", "--format", "csv"),
+        ("report", str(run)),
+        ("export", str(run), "model", "--out", "model"),
+        ("export", str(run), "journal", "--out", "tickets.mezzo"),
+    ):
+        assert call(*command) == 0, command
+        if command[0] == "predict":
+            predicted = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    rows = make_tickets()
+    assert [row["id"] for row in predicted] == [row["id"] for row in rows]
+    assert sum(row["prediction"] == row["category"] for row in predicted) > 0.85 * len(rows)
+    assert "billing_issue" in (run / "report.html").read_text()
+    model, tokenizer = (each.from_pretrained("model") for each in (AutoModelForMaskedLM, AutoTokenizer))
+    text = json.loads(Path("model/mezzo.json").read_text())["task"]["template"]
+    asked = text.replace("{message}", rows[0]["message"]).replace("[MASK]", tokenizer.mask_token)
+    words = {"billing_issue": "issue", "Technical problem": "problem", "account_access": "access"}
+    encoded = tokenizer(asked, return_tensors="pt")
+    place = (encoded["input_ids"][0] == tokenizer.mask_token_id).nonzero().item()
+    ids = [tokenizer(" " + word, add_special_tokens=False)["input_ids"][0] for word in words.values()]
+    with torch.no_grad():
+        answer = list(words)[int(model(**encoded).logits[0, place, ids].argmax())]
+    assert answer == predicted[0]["prediction"], "transformers alone gives the same answer"
+    adapter = get_peft_model(model, LoraConfig(target_modules=["query", "value"]))
+    assert adapter.get_nb_trainable_parameters()[0] > 0, "and PEFT can train it on"
+    assert Path("tickets.mezzo").stat().st_size < 20_000
+    texts = [row["message"] for row in rows[:3]]
+    shared = [row["prediction"] for row in mezzo.predict(texts, "tickets.mezzo")]
+    assert shared == [row["prediction"] for row in predicted[:3]]
