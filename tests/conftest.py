@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -139,10 +140,13 @@ def train_tokenizer(size: int = 400) -> Any:
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny-roberta"))
+
+
+def write_tiny_model(folder: Path) -> str:
     """A model folder as users have it: a RoBERTa of a few tens of thousands of parameters, with its tokenizer."""
     from transformers import RobertaConfig, RobertaForMaskedLM
 
-    folder = tmp_path_factory.mktemp("tiny-roberta")
     tokenizer = train_tokenizer()
     torch.manual_seed(0)
     config = RobertaConfig(
@@ -162,8 +166,11 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tiny_data(tmp_path_factory.mktemp("tiny-data") / "train.jsonl")
+
+
+def write_tiny_data(path: Path) -> str:
     """SENTENCES as a jsonl file."""
-    path = tmp_path_factory.mktemp("tiny-data") / "train.jsonl"
     rows = [{"text": text, "label": label} for label, texts in SENTENCES.items() for text in texts]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)

@@ -13,7 +13,7 @@ import torch
 import mezzo
 from mezzo import api
 from mezzo.errors import ConfigError, JournalError
-from mezzo.journal.journal import read
+from mezzo.journal.content import read
 from mezzo.method import rounding
 from mezzo.runs import defaults
 

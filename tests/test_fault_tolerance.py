@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from mezzo import api
 from mezzo.engines.torch.catalog import digest_of
 from mezzo.errors import ConfigError, DataError, JournalError, RunFailed
-from mezzo.journal.journal import read
+from mezzo.journal.content import read
 from tests.processes import kill_after, patience, start_run, wait_for_lines
 
 STEPS = 400
@@ -117,7 +117,7 @@ def test_resume_after_ctrl_c_and_sigterm_gives_same_digest(options, tmp_path):
     for number in (signal.SIGINT, signal.SIGTERM):
         run = tmp_path / f"stopped by {number}"
         process = start_run({**options, "out": str(run)})
-        wait_for_lines(run / "journal.jsonl", 21)  # the header and 20 steps
+        wait_for_lines(run / "journal.jsonl", 24)  # the header, evaluations and 20 steps
         assert process.pid
         os.kill(process.pid, number)
         process.join(patience(60))
@@ -241,7 +241,7 @@ def test_early_stopping_time_limit_and_best_checkpoint(options, tmp_path):
     assert session.trainer.stopped == "no improvement"
     assert (session.trainer.best.step, len(steps)) == (20, 40)
     run = session.result()
-    assert run.best_step == api.best_step(run.out, read(run.journal)) == 20
+    assert run.best_step == api.best_step(read(run.journal)) == 20
     limited = api.finetune(**options, time_limit=3e-3, out=str(tmp_path / "time"))
     assert limited.stopped == "time limit"
     assert 0 < limited.steps < STEPS

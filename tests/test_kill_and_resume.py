@@ -9,7 +9,7 @@ import pytest
 
 from mezzo import api
 from mezzo.config import OPTIONS
-from mezzo.journal.journal import read
+from mezzo.journal.content import read
 from mezzo.method.space import SPACES
 from tests.processes import kill_after, start_run, wait_for_lines
 

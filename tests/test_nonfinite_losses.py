@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from mezzo import api
 from mezzo.cli import main
 from mezzo.errors import RunFailed
-from mezzo.journal.journal import read
+from mezzo.journal.content import read
 from mezzo.runs.trainer import MAX_SKIPS
 
 

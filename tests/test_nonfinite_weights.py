@@ -18,7 +18,7 @@ from mezzo.cli import main
 from mezzo.engines.torch.catalog import digest_of
 from mezzo.errors import ConfigError, ModelError
 from mezzo.evaluation.evaluate import evaluate, rank
-from mezzo.journal.journal import NAME, read
+from mezzo.journal.content import NAME, read
 from mezzo.method.objectives import METRICS, get_objective
 from mezzo.types import Batch, Prompt, Readout
 from tests.hostile.files import read_json_lines, write_journal

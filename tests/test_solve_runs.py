@@ -11,7 +11,7 @@ import mezzo
 from mezzo import api
 from mezzo.config import from_mapping
 from mezzo.errors import ConfigError
-from mezzo.journal.journal import read
+from mezzo.journal.content import read
 from mezzo.runs.budget import Budget, parse_budget
 from mezzo.runs.setup import resolve_setup
 

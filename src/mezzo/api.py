@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -12,10 +13,12 @@ from mezzo import reports
 from mezzo.config import OPTIONS, RunConfig, from_file, from_mapping
 from mezzo.engines.base import Engine
 from mezzo.engines.hf_hub import family_of, load_config
-from mezzo.errors import ConfigError, DataError
+from mezzo.errors import ConfigError, DataError, JournalError
 from mezzo.evaluation.evaluate import Evaluation, refuse_nan
 from mezzo.journal.compact import export_compact
-from mezzo.journal.journal import NAME as JOURNAL
+from mezzo.journal.content import NAME as JOURNAL
+from mezzo.journal.journal import repair_journal
+from mezzo.replay.prefix_start import read_start
 from mezzo.replay.replay import Verified
 from mezzo.replay.replay import verify as verify_content
 from mezzo.runs import datasets
@@ -25,7 +28,8 @@ from mezzo.runs.events import Observer
 from mezzo.runs.folder import Folder
 from mezzo.runs.model_card import model_card
 from mezzo.runs.predict import predict_rows
-from mezzo.runs.reopen import best_step, open_base_engine, open_journal, open_run
+from mezzo.runs.recorded_evaluations import best_step
+from mezzo.runs.reopen import open_base_engine, open_journal, open_run
 from mezzo.runs.result import Run
 from mezzo.runs.session import Session
 from mezzo.runs.setup import Setup, resolve_setup
@@ -166,12 +170,19 @@ def prepared_config(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 # ---- runs and journals
 
 
-def verify(path: str | Path, model: str | None = None, device: str | None = None) -> Verified:
-    """Rebuild a run from its base model and journal and compare digests."""
+def verify(path: str | Path, model: str | None = None, device: str | None = None, repair: bool = False) -> Verified:
+    """Rebuild a run from its base model and journal and compare digests.
+
+    With `repair`, a damaged journal is first cut before the damage, and what was cut is kept in a file of its own.
+    """
+    copy = repair_journal(path) if repair else None
     content = open_journal(path)
     engine, _ = open_base_engine(content, model=model, device=device)
     try:
-        return verify_content(engine, content, Folder(Path(path)).snapshots if Path(path).is_dir() else None)
+        kept = Folder(Path(path)).snapshots if Path(path).is_dir() else None
+        return dataclasses.replace(verify_content(engine, content, kept), copy=copy)
+    except JournalError as error:
+        raise (JournalError(f"{error}; what was damaged is now in {copy}") if copy else error) from None
     finally:
         engine.close()
 
@@ -204,12 +215,13 @@ def export(
         target = Path(out) if out else Path(path) / "journal.mezzo"
         if at is not None:
             raise ConfigError("a compact journal holds the whole run; --at goes with adapter and model")
-        export_compact(content, target, best_step(path, content))
+        start = read_start(content) if content.header.start else b""
+        export_compact(content, target, best_step(content), start)
         return target
     target = Path(out) if out else Path(path) / kind
-    position = best_step(path, content) if at is None else at
+    position = best_step(content) if at is None else at
     engine, setup = open_run(path, position, model=model)
-    events = Folder(Path(path)).metrics() if Path(path).is_dir() else []
+    events = list(Folder(Path(path)).metrics()) if Path(path).is_dir() else []
     try:
         EXPORTS[kind](engine, setup, target, model_card(kind, content.header, events, position, content.steps))
     finally:
@@ -288,7 +300,7 @@ def _open(run: str | Path | None, at: int | None, options: dict[str, Any]) -> tu
     return setup.open_engine(), setup
 
 
-def records(path: str | Path) -> list[StepRecord]:
+def records(path: str | Path) -> Sequence[StepRecord]:
     """The steps of a run."""
     return open_journal(path).records
 

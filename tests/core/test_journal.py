@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from mezzo.errors import JournalError
 from mezzo.journal.compact import export_compact, import_compact
+from mezzo.journal.content import NAME, read
 from mezzo.journal.header import Header
-from mezzo.journal.journal import NAME, Journal, read
+from mezzo.journal.journal import Journal
 from mezzo.method import noise
 from mezzo.types import StepRecord, Update
 
@@ -67,6 +68,8 @@ def test_torn_tail_is_truncated_and_the_rest_kept(tmp_path_factory, cut):
     assert content.records == records[: content.steps]
     assert content.size + content.torn == len(data) - cut
     with Journal.resume(folder) as journal:
+        assert path.stat().st_size == len(data) - cut, "nothing is cut before there is something to write"
+        journal.cut_tail()
         assert path.stat().st_size == content.size
         for item in records[content.steps :]:
             journal.append(item)
@@ -91,10 +94,10 @@ def test_changed_byte_never_changes_a_step(tmp_path_factory, index, value):
         content = read(folder)
     except JournalError:
         return
-    # Only damage to the last line, the mark, may look like a torn tail.
+    # Only damage to the last line, the mark, or to the checksum that it goes on from, may look like a torn tail.
     assert content.torn
     assert content.records == records[: content.steps]
-    assert content.steps == 10
+    assert content.steps >= 9
 
 
 def test_damaged_or_missing_lines_in_the_middle_are_refused(tmp_path):
@@ -103,12 +106,12 @@ def test_damaged_or_missing_lines_in_the_middle_are_refused(tmp_path):
     lines = path.read_bytes().splitlines(keepends=True)
     lines[4] = lines[4].replace(b'"step":3', b'"step":8')
     path.write_bytes(b"".join(lines))
-    with pytest.raises(JournalError, match="line 5 is damaged but later lines are not"):
+    with pytest.raises(JournalError, match=r"line 5 is damaged.* but later lines are sound"):
         read(tmp_path)
     with pytest.raises(JournalError, match="damaged"):
         Journal.resume(tmp_path)
     path.write_bytes(b"".join(lines[:4] + lines[5:]))
-    with pytest.raises(JournalError, match="lines are missing"):
+    with pytest.raises(JournalError, match="lines before it are missing"):
         read(tmp_path)
 
 

@@ -24,11 +24,11 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 def write_journal(path: Path, lines: list[dict[str, Any]]) -> None:
     """Write a journal with valid checksums."""
-    out, salt = [], 0
-    for number, line in enumerate(lines):
+    out, crc = [], 0
+    for line in lines:
         text = json.dumps({key: value for key, value in line.items() if key != "crc"}, separators=(",", ":")).encode()
-        out.append(b'%s,"crc":"%08x"}\n' % (text[:-1], zlib.crc32(text, salt)))
-        salt = zlib.crc32(out[0]) if number == 0 else salt
+        crc = zlib.crc32(text, crc)
+        out.append(b'%s,"crc":"%08x"}\n' % (text[:-1], crc))
     path.write_bytes(b"".join(out))
 
 

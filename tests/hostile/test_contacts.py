@@ -18,7 +18,7 @@ import pytest
 from mezzo import api
 from mezzo.cli import main
 from mezzo.engines.hf_hub import locate, needs_hub
-from mezzo.journal.journal import NAME
+from mezzo.journal.content import NAME
 from tests.hostile.files import copy_run, eval_command, read_json_lines, write_journal
 from tests.processes import patience
 

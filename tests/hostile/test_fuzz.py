@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mezzo.cli import main
 from mezzo.errors import MezzoError
 from mezzo.journal.compact import export_compact, import_compact
-from mezzo.journal.journal import read
+from mezzo.journal.content import read
 from mezzo.tasks import load_examples
 from mezzo.types import Example
 from tests.hostile.files import (

@@ -10,7 +10,7 @@ import pytest
 from mezzo import api
 from mezzo.cli import main
 from mezzo.errors import ConfigError
-from mezzo.journal.journal import NAME
+from mezzo.journal.content import NAME
 from mezzo.runs.folder import Folder
 from mezzo.runs.reopen import open_journal
 from mezzo.untrusted import without_credentials

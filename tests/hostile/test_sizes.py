@@ -14,7 +14,7 @@ import pytest
 
 from mezzo import api
 from mezzo.cli import main
-from mezzo.errors import DataError, JournalError, ModelError
+from mezzo.errors import DataError, ModelError
 from mezzo.replay.snapshots import Snapshots
 from mezzo.runs import folder as run_folder
 from mezzo.runs.export import load_prefix
@@ -90,22 +90,18 @@ def test_read_bytes_is_bounded(tmp_path):
 def test_huge_files_of_a_run_folder_are_not_read(name, valid_run, workspace):
     run = copy_run(valid_run, workspace)
     (run / name).touch()
-    os.truncate(run / name, 3 * 2**30)
+    os.truncate(run / name, 5 * 2**30)
     code = "from mezzo.cli import main\nprint(main(['report', sys.argv[1]]), main(['workers', sys.argv[1]]))"
     done = run_with_memory_limit(code, str(run), megabytes=400)
     assert done.stdout.split()[-2:] == ["2" if name.endswith(".jsonl") else "0", "2"], done.stderr[-2000:]
     assert "Traceback" not in done.stderr
 
 
-def test_lines_and_number_of_metrics_are_bounded(tmp_path, monkeypatch):
+def test_lines_of_metrics_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "MAX_LINE", 100)
     long = {"event": "warning", "text": "x" * 200}
     (tmp_path / "metrics.jsonl").write_text(f'{json.dumps(long)}\n{{"event": "step"}}\n')
-    assert Folder(tmp_path).metrics() == [{"event": "step"}]
-    monkeypatch.setattr(run_folder, "MAX_ENTRIES", 2)
-    (tmp_path / "metrics.jsonl").write_text('{"event": "step"}\n' * 3)
-    with pytest.raises(JournalError, match="more than 2 lines"):
-        Folder(tmp_path).metrics()
+    assert list(Folder(tmp_path).metrics()) == [{"event": "step"}]
 
 
 def test_report_shows_a_bounded_number_of_texts(valid_run, workspace):
@@ -186,7 +182,7 @@ def test_text_too_long_to_tokenize_is_refused(tiny_folder, expect_refusal, works
 
 
 def test_deeply_nested_journal_is_refused(valid_run, workspace, capsys):
-    from mezzo.journal.journal import NAME
+    from mezzo.journal.content import NAME
     from tests.hostile.files import read_json_lines, write_journal
 
     for depth in (300, 500, 700):

@@ -12,7 +12,7 @@ import pytest
 
 from mezzo.cli import main
 from mezzo.cli.progress import event_line, say
-from mezzo.journal.journal import NAME, read
+from mezzo.journal.content import NAME, read
 from mezzo.runs.model_card import model_card
 from mezzo.untrusted import printable
 from tests.hostile.files import copy_run, read_json_lines, write_journal

@@ -19,7 +19,7 @@ from mezzo import api
 from mezzo.config.reading import TYPES
 from mezzo.errors import ConfigError, DataError, JournalError
 from mezzo.journal.compact import MAGIC, export_compact
-from mezzo.journal.journal import NAME, read
+from mezzo.journal.content import NAME, read
 from mezzo.replay.snapshots import Snapshots
 from mezzo.runs.folder import Folder
 from mezzo.tasks import load_examples, readers

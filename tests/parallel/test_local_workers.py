@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from mezzo import api
 from mezzo.engines import ENGINES
 from mezzo.errors import ConfigError, JournalError, RunFailed
-from mezzo.journal.journal import read
+from mezzo.journal.content import read
 from mezzo.runs.folder import Folder
 from tests.parallel.faulty_engine import FACTORY, set_fault
 from tests.parallel.process_tree import descendants, end_within, listening_addresses, worker_pids

@@ -15,7 +15,7 @@ import pytest
 
 from mezzo import api
 from mezzo.errors import ConfigError, JournalError
-from mezzo.journal.journal import read
+from mezzo.journal.content import read
 from tests.parallel.process_tree import LOOPBACK, descendants, listening_addresses, torchrun_rank
 from tests.processes import patience, wait_for_lines, wait_until
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mezzo
-from mezzo.journal.journal import read
+from mezzo.journal.content import read
 from tests.conftest import SENTENCES
 from tests.sglang.conftest import MODEL
 

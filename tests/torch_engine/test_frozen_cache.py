@@ -17,7 +17,7 @@ from mezzo.engines.torch import open_engine
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.engines.torch.forward.frozen_cache import MIB, FrozenCache
 from mezzo.errors import ModelError
-from mezzo.journal.journal import read
+from mezzo.journal.content import read
 from mezzo.method.space import Space
 from mezzo.types import Batch, MicroBatch, Probe, Prompt, Readout
 from tests.conftest import make_batch, make_llama, make_roberta

@@ -14,8 +14,9 @@ import torch
 
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.errors import RunFailed
+from mezzo.journal.content import read
 from mezzo.journal.header import Header
-from mezzo.journal.journal import Journal, read
+from mezzo.journal.journal import Journal
 from mezzo.method.estimators import Spsa
 from mezzo.method.method import EstimatorMethod
 from mezzo.method.objectives import OBJECTIVES, ScoreObjective, cross_entropy

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,10 @@ from mezzo import api
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.errors import ConfigError, JournalError, MezzoError, ModelError
 from mezzo.evaluation.evaluate import score_prompts
-from mezzo.journal.journal import Journal, read
+from mezzo.journal import content as journal_content
+from mezzo.journal import journal as journal_file
+from mezzo.journal.content import read
+from mezzo.journal.journal import START, Journal
 from mezzo.method.space import Space
 from mezzo.types import Batch, MicroBatch, Probe, Prompt, Readout
 from tests.conftest import make_batch, make_llama, make_roberta
@@ -247,23 +249,36 @@ def test_run_is_verified_resumed_and_rebuilt_from_a_compact_journal(run, tmp_pat
     assert api.open_run(tmp_path / "j.mezzo", at=20)[0].digest() == longer.digest
 
 
-def test_initial_values_come_from_the_journal(run, tmp_path):
-    """Rebuilding does not depend on a forward pass of the machine that rebuilds."""
+def test_initial_values_come_from_the_run_folder(run, tmp_path):
+    """Rebuilding does not depend on a forward pass of the machine that rebuilds; values that the header does not know are
+    refused."""
     content = read(tmp_path / "run")
-    name, packed = next(iter(content.header.start.items()))
-    other = {**content.header.start, name: content.header.start[name.replace("key", "value")]}
-    for start, outcome in ((other, "mismatch"), ({}, "does not say"), ({**other, name: packed[:-8]}, "damaged")):
-        folder = tmp_path / outcome
-        folder.mkdir()
-        with Journal.create(folder, replace(content.header, start=start)) as journal:
-            for record in content.records:
-                journal.append(record)
-            journal.mark(content.steps, content.marks[content.steps])
-        if outcome == "mismatch":
-            assert not api.verify(folder).ok
-        else:
-            with pytest.raises(JournalError, match=outcome):
-                api.verify(folder)
+    start = (tmp_path / "run" / START).read_bytes()
+    other = tmp_path / "other"
+    other.mkdir()
+    with Journal.create(other, content.header, start[2:] + start[:2]) as journal:
+        for record in content.records:
+            journal.append(record)
+        journal.mark(content.steps, content.marks[content.steps])
+    assert not api.verify(other).ok
+    for data in (start, start[:-2], b""):
+        (other / START).write_bytes(data)
+        with pytest.raises(JournalError, match="not what the journal's header says"):
+            api.verify(other)
+    (other / START).unlink()
+    with pytest.raises(JournalError, match="No such file"):
+        api.verify(other)
+
+
+def test_run_with_a_long_prefix_can_be_read_again(tiny_folder, tiny_data, tmp_path, monkeypatch):
+    """Its start alone would be more than a line may have, as is that of 300 tokens in a larger model."""
+    for module in (journal_content, journal_file):
+        monkeypatch.setattr(module, "MAX_LINE", 2**13)
+    sizes = {"space": "prefix", "prefix_tokens": 40, "steps": 1, "batch_size": 2, "eval_limit": 2}
+    options = {"task": "sst-2", "train": tiny_data, "dev": tiny_data, "threads": 1, "device": "cpu", "lr": 1e-2}
+    run = api.finetune(tiny_folder, **sizes, **options, out=str(tmp_path / "run"))
+    assert api.verify(run.out).ok
+    assert api.finetune(resume=run.out, steps=2).steps == 2
 
 
 def test_exported_prefix_gives_the_same_scores(run, tmp_path, tiny_folder):
@@ -340,6 +355,6 @@ def test_bundled_model_generalises_to_other_sentences(tmp_path):
     for _ in session.records():
         pass
     session.result()
-    before, after = (look for _, look in session.trainer.history)
+    before, after = (look.evaluation for look in session.trainer.history)
     assert after.loss < calibrated - 0.01
     assert after.value > before.calibrated + 0.02

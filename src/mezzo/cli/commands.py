@@ -140,10 +140,10 @@ def export(options: Namespace) -> Any:
 
 
 def verify(options: Namespace) -> Any:
-    verified = api.verify(options.run, options.model, options.device)
+    verified = api.verify(options.run, options.model, options.device, options.repair)
     show_result(options, str(verified))
-    result = {name: getattr(verified, name) for name in ("digest", "recorded", "ok", "steps", "torn")}
-    return result, 0 if verified.ok else 1
+    result = {name: getattr(verified, name) for name in ("digest", "recorded", "ok", "steps", "unchecked", "torn")}
+    return result | ({"copy": str(verified.copy)} if verified.copy else {}), 0 if verified.ok else 1
 
 
 def workers(options: Namespace) -> Any:

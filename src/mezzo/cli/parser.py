@@ -140,7 +140,12 @@ COMMANDS = {
     ),
     "verify": Command(
         help="rebuild a run from base model and journal and compare digests",
-        arguments=(RUN, BASE_MODEL, Argument("--device", "where to rebuild [a GPU if there is one]", metavar="D")),
+        arguments=(
+            RUN,
+            BASE_MODEL,
+            Argument("--device", "where to rebuild [a GPU if there is one]", metavar="D"),
+            Argument("--repair", "cut a damaged journal before the damage, and keep a copy of what is cut", action="store_true"),
+        ),
     ),
     "report": Command(
         help="write what became of runs as one HTML page, or serve it while they train",

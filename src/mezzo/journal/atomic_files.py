@@ -13,21 +13,43 @@ from typing import Any
 from mezzo.errors import JournalError, RunFailed
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
     """Write a file so that readers see the new content or the old, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with explain_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             temporary.unlink(missing_ok=True)
-            with open(temporary, "xb") as file:  # never through an existing link
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
+            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)  # never through an existing link
+            try:
+                for part in (data,) if isinstance(data, bytes) else data:
+                    write_all(file, part)
+                os.fsync(file)
+            finally:
+                os.close(file)
+            os.replace(temporary, path)
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a writer that was killed left in a folder. Only the process that holds the run's lock may call it."""
+    for path in (folder, folder / "snapshots"):
+        with contextlib.suppress(OSError):
+            for name in os.listdir(path):
+                if name.startswith(".") and name.endswith(".tmp"):
+                    (path / name).unlink()
 
 
 def refuse_links(folder: Path, names: Iterable[str]) -> None:

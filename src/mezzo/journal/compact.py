@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,47 +14,56 @@ import numpy as np
 
 from mezzo.errors import JournalError
 from mezzo.journal.atomic_files import explain_os_errors, write_atomically
+from mezzo.journal.content import Content, Records
 from mezzo.journal.header import parse_header
-from mezzo.journal.journal import Content
 from mezzo.method.noise import step_seed
 from mezzo.types import StepRecord, Update
+from mezzo.untrusted import read_bytes
 
 MAGIC = b"mezzo-journal-2\n"
 MAX_HEADER = 64 * 2**20  # bytes after decompression; the file may come from anybody
 MAX_TERMS = 4_000_000  # of all steps
 MAX_DIRECTIONS = 4096  # of a step
+MAX_START = 2**29  # bytes of a prefix
+MAX_FILE = MAX_START + 2**28
 
 
-def export_compact(content: Content, path: Path, best: int | None = None) -> int:
+def export_compact(content: Content, path: Path, best: int | None = None, start: bytes = b"") -> int:
     """Write the journal without losses: header, and of every step which of its directions it moved along, and how far. Returns
     the file's size.
 
-    `best` is the default position of a reader.
+    `best` is the default position of a reader, `start` the initial values of a prefix.
     """
     seed = content.header.seed
     if not content.header.rebuilds:
         raise JournalError(
             "a compact journal rebuilds weights, and a gradient run's cannot: export the adapter or the model"
         )
-    if sum(len(record.update.terms) for record in content.records) > MAX_TERMS:
-        raise JournalError(f"{content.path}: a compact journal holds at most {MAX_TERMS:,} directions")
-    directions = [_directions(record, seed, content.path) for record in content.records]
-    coefs = [coef for record in content.records for _, coef in record.update.terms]
+    counts, directions, coefs, keeps = array("I"), array("I"), array("f"), array("f")
+    skipped: list[int] = []
+    for record in content.records:
+        own = _directions(record, seed, content.path)
+        if len(directions) + len(own) > MAX_TERMS:
+            raise JournalError(f"{content.path}: a compact journal holds at most {MAX_TERMS:,} directions")
+        counts.append(len(own))
+        directions.extend(own)
+        coefs.extend(coef for _, coef in record.update.terms)
+        keeps.append(record.update.keep)
+        skipped += [record.step] if record.skipped else []
     known = {} if best is None else {"best": best}
     header = {
         **content.header.to_dict(),
         **known,
         "steps": content.steps,
-        "skipped": [record.step for record in content.records if record.skipped],
+        "skipped": skipped,
         "marks": {str(k): v for k, v in content.marks.items()},
     }
-    arrays = (
-        np.array([len(row) for row in directions], dtype="<u4"),
-        np.array([direction for row in directions for direction in row], dtype="<u4"),
-        np.array(coefs, dtype="<f4"),
-        np.array([record.update.keep for record in content.records], dtype="<f4"),
-    )
-    parts = [zlib.compress(part, 9) for part in (json.dumps(header).encode(), *map(_byte_planes, arrays))]
+    kinds = zip((counts, directions, coefs, keeps), ("<u4", "<u4", "<f4", "<f4"), strict=True)
+    arrays = [np.array(values, dtype=kind) for values, kind in kinds]
+    if len(start) > MAX_START:
+        raise JournalError(f"{content.path}: a compact journal holds a prefix of at most {MAX_START:,} bytes")
+    planes = [*map(_byte_planes, arrays), *([start] if start else [])]
+    parts = [zlib.compress(part, 9) for part in (json.dumps(header).encode(), *planes)]
     body = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     data = MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
     write_atomically(path, data)
@@ -77,8 +87,11 @@ def _directions(record: StepRecord, seed: int, path: Path) -> list[int]:
 
 def import_compact(path: Path) -> Content:
     """Read a compact journal back into step records (without losses)."""
-    with explain_os_errors(path):
-        data = path.read_bytes()
+    try:
+        with explain_os_errors(path):
+            data = read_bytes(path, MAX_FILE)
+    except ValueError as error:
+        raise JournalError(f"{path} is not a compact mezzo journal: {error}") from None
     head = len(MAGIC) + 4
     if not data.startswith(MAGIC):
         raise JournalError(f"{path} is not a compact mezzo journal")
@@ -87,6 +100,7 @@ def import_compact(path: Path) -> Content:
         raise JournalError(f"{path} is damaged: its checksum does not match")
     try:
         header_part, *parts = _split_parts(body)
+        start = _decompress(parts.pop(), MAX_START) if len(parts) == 5 else None
         values = json.loads(_decompress(header_part, MAX_HEADER))
         header = parse_header(values, path)
         steps = _count(values["steps"])
@@ -97,16 +111,18 @@ def import_compact(path: Path) -> Content:
         skipped = {_count(step) for step in values["skipped"]}
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, zlib.error, RecursionError) as error:
         raise JournalError(f"{path} is not a valid compact journal: {error}") from None
-    records = []
     ends = np.cumsum(counts, dtype=np.int64)
-    for step, end in enumerate(ends.tolist()):
-        own = slice(end - int(counts[step]), end)
-        seeds = (step_seed(header.seed, step, number) for number in directions[own].tolist())
-        update = Update(tuple(zip(seeds, coefs[own].tolist(), strict=True)), float(keeps[step]))
-        records.append(StepRecord(step, (), (), update, math.nan, "non-finite loss" if step in skipped else ""))
+
+    def read(start: int, stop: int) -> Iterator[StepRecord]:
+        for step in range(start, stop):
+            own = slice(int(ends[step]) - int(counts[step]), int(ends[step]))
+            seeds = (step_seed(header.seed, step, number) for number in directions[own].tolist())
+            update = Update(tuple(zip(seeds, coefs[own].tolist(), strict=True)), float(keeps[step]))
+            yield StepRecord(step, (), (), update, math.nan, "non-finite loss" if step in skipped else "")
+
     best = values.get("best")
     best = best if isinstance(best, int) and 0 <= best <= steps else None
-    return Content(path, header, records, marks, len(data), best=best)
+    return Content(path, header, Records(steps, read), marks, size=len(data), best=best, start=start)
 
 
 def _read_arrays(parts: Sequence[bytes], steps: int) -> tuple[Any, Any, Any, Any]:
@@ -137,12 +153,14 @@ def _from_byte_planes(data: bytes, kind: str, count: int) -> np.ndarray[Any, Any
 
 
 def _split_parts(body: bytes) -> Iterator[bytes]:
-    for _ in range(5):
+    """The header and the four arrays, and the start of a prefix where there is one."""
+    for _ in range(6):
         length = int.from_bytes(body[:8], "little")
         yield body[8 : 8 + length]
         body = body[8 + length :]
-    if body:
-        raise ValueError("there is more in it than a journal")
+        if not body:
+            return
+    raise ValueError("there is more in it than a journal")
 
 
 def _decompress(part: bytes, size: int) -> bytes:

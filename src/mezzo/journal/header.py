@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, get_args
@@ -16,14 +17,14 @@ MAX_PAD = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a run was. `base` is the digest of the base model, `data` that of the encoded training examples, `start` the
-    initial values of a prefix, which neither the base model nor the seed determines."""
+    """What a run was. `base` is the digest of the base model, `data` that of the encoded training examples, `start` that of
+    the initial values of a prefix, which neither the base model nor the seed determines."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     samples: int = 1
     base: str = ""
-    start: Mapping[str, str] = field(default_factory=dict)
+    start: str = ""
     family: Family = "masked"
     classes: int = 0
     tensors: tuple[TrainedTensor, ...] = ()
@@ -52,7 +53,7 @@ def parse_header(values: Mapping[str, Any], source: object) -> Header:
     """A header from stored values, which may come from anybody: JournalError where a field is missing or cannot be meant."""
     try:
         parsed = {name: parse(values[name]) for name, parse in PARSERS.items()}
-        return Header(**parsed, start=_mapping(values.get("start", {})), micro_batch=_micro_batch(values["unit"]))
+        return Header(**parsed, start=_digest(values.get("start", "")), micro_batch=_micro_batch(values["unit"]))
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise JournalError(f"{source}: the header lacks what a rebuild needs: {error}") from None
 
@@ -61,6 +62,12 @@ def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{str(value)[:40]!r} is not an object")
     return dict(value)
+
+
+def _digest(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch("([0-9a-f]{64})?", value):
+        raise ValueError(f"{str(value)[:40]!r} is not a SHA-256")
+    return value
 
 
 def _count(value: Any, at_most: int = 2**63 - 1) -> int:

@@ -1,58 +1,77 @@
 """Initial values that neither the base model nor the seed determines: a prefix starts at the outcome of a forward pass.
 
-The last bits of a forward differ between machines, so the journal's header stores the values themselves.
+The last bits of a forward differ between machines, so the values themselves are stored, in a file beside the journal whose
+digest is in the header: they may be large.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import zlib
+import hashlib
+import math
 
 import numpy as np
 import numpy.typing as npt
 
 from mezzo.engines.base import Engine
-from mezzo.errors import JournalError
-from mezzo.journal.header import Header
+from mezzo.errors import JournalError, RunFailed
+from mezzo.journal.content import Content
+from mezzo.journal.journal import START
+from mezzo.types import TrainedTensor
+from mezzo.untrusted import read_bytes
 
 
-def prefix_start(engine: Engine) -> dict[str, str]:
-    """The initial prefix for the header of a new run; nothing in spaces that start at the base model."""
-    names = [t.name for t in engine.trained if t.kind == "prefix"]
-    state = engine.state() if names else {}
-    return {name: _pack(state[name]) for name in names}
+def prefix_start(engine: Engine) -> bytes:
+    """The initial prefix of a new run; nothing in spaces that start at the base model."""
+    tensors = _prefix(engine)
+    state = engine.state() if tensors else {}
+    return b"".join(_pack(state[tensor.name]) for tensor in tensors)
 
 
-def restore_prefix_start(engine: Engine, header: Header, source: object) -> None:
+def restore_prefix_start(engine: Engine, content: Content) -> None:
     """Put a fresh engine at the values that the run started from."""
-    shapes = {t.name: t.shape for t in engine.trained if t.kind == "prefix"}
-    if not shapes:
+    tensors = _prefix(engine)
+    if not tensors:
         return
-    if set(header.start) != set(shapes):
-        raise JournalError(f"{source}: the header does not say where the prefix began; it cannot be rebuilt")
-    try:
-        values = {name: _unpack(header.start[name], shape) for name, shape in shapes.items()}
-    except (TypeError, ValueError, binascii.Error, zlib.error):
-        raise JournalError(f"{source}: the prefix in the header is damaged; it cannot be rebuilt") from None
+    data, values = read_start(content), {}
+    for tensor in tensors:
+        size = 2 * math.prod(tensor.shape)
+        values[tensor.name] = _unpack(data[:size], tensor.shape)
+        data = data[size:]
+    if not all(np.isfinite(value).all() for value in values.values()):
+        raise JournalError(f"{content.path}: the prefix starts at values that are not finite")
     state = engine.state()
     if any(not np.array_equal(state[name], value) for name, value in values.items()):  # another machine started the run
         engine.load_state({**state, **values})
 
 
-def _pack(values: npt.NDArray[np.generic]) -> str:
+def read_start(content: Content) -> bytes:
+    """The stored values of a journal whose run trains a prefix."""
+    path = content.path.with_name(START)
+    size = sum(2 * math.prod(t.shape) for t in content.header.tensors if t.kind == "prefix")
+    try:
+        data = read_bytes(path, size) if content.start is None else content.start
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise JournalError(f"{path}: {reason}; without the start of its prefix the run cannot be rebuilt") from None
+    if len(data) != size or hashlib.sha256(data).hexdigest() != content.header.start:
+        raise JournalError(
+            f"{path} is not what the journal's header says: restore it, the run cannot be rebuilt without it"
+        )
+    return data
+
+
+def _prefix(engine: Engine) -> list[TrainedTensor]:
+    return [tensor for tensor in engine.trained if tensor.kind == "prefix"]
+
+
+def _pack(values: npt.NDArray[np.generic]) -> bytes:
     """The upper halves of float32 values whose lower halves are zero, which is what the engine rounds a prefix to."""
     words = np.ascontiguousarray(values, dtype="<f4").view("<u4")
-    assert not (words & 0xFFFF).any(), "a prefix starts at bfloat16 values"
-    return base64.b64encode(zlib.compress((words >> 16).astype("<u2").tobytes(), 9)).decode()
+    if (words & 0xFFFF).any():
+        raise RunFailed("the engine started a prefix at values that are not bfloat16; the journal could not rebuild it")
+    return (words >> 16).astype("<u2").tobytes()
 
 
-def _unpack(text: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    size = 2 * int(np.prod(shape))
-    data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), size + 1)
-    if len(data) != size:
-        raise ValueError
+def _unpack(data: bytes, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
     values = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4").reshape(shape)
-    if not np.isfinite(values).all():
-        raise ValueError
     return values.astype(np.float32)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 
 from mezzo.engines.base import Engine, Workers
 from mezzo.errors import JournalError, join_names
-from mezzo.journal.journal import Content
+from mezzo.journal.atomic_files import explain_os_errors
+from mezzo.journal.content import Content, Records
 from mezzo.replay.prefix_start import restore_prefix_start
 from mezzo.replay.snapshots import Snapshots, Tensors
 from mezzo.types import Update
@@ -25,22 +28,21 @@ def check_base(engine: Engine, content: Content) -> None:
         )
     if [(t.name, t.shape) for t in engine.trained] != [(t.name, t.shape) for t in header.tensors]:
         raise JournalError(f"{content.path} trains other tensors than this configuration selects")
-    restore_prefix_start(engine, header, content.path)
+    restore_prefix_start(engine, content)
 
 
 def bring_to(engine: Engine, content: Content, at: int, snapshots: Snapshots | None = None) -> None:
     """Bring a fresh engine from the base to the weights after `at` steps, from the newest valid snapshot if there is one."""
-    records = content.records
-    if not 0 <= at <= len(records):
-        raise JournalError(f"the journal holds steps 0 to {len(records)}; there is no step {at}")
+    if not 0 <= at <= content.steps:
+        raise JournalError(f"the journal holds steps 0 to {content.steps}; there is no step {at}")
     if not content.header.rebuilds:
         _load_kept(engine, content, at, snapshots)
-        return
-    updates = [record.update for record in records[:at]]
-    if isinstance(engine, Workers):
+    elif isinstance(engine, Workers):
+        updates = [record.update for record in content.records.read(0, at)]
         engine.replay_journal(updates, content.marks, str(snapshots.folder) if snapshots else None)
     else:
-        replay(engine, updates, content.marks, snapshots)
+        start = _from_snapshot(engine, at, content.marks, snapshots) if snapshots else 0
+        _apply(engine, content.records, start, at)
 
 
 def _load_kept(engine: Engine, content: Content, at: int, snapshots: Snapshots | None) -> None:
@@ -61,10 +63,19 @@ def replay(
         engine.apply(updates[first : first + CHUNK])
 
 
+def _apply(engine: Engine, records: Records, start: int, stop: int) -> None:
+    """Apply steps of a journal, a part of them in memory at a time."""
+    updates = (record.update for record in records.read(start, stop))
+    while part := list(islice(updates, CHUNK)):
+        engine.apply(part)
+
+
 def _from_snapshot(engine: Engine, at: int, marks: Mapping[int, str], snapshots: Snapshots) -> int:
     """Load the newest snapshot that the journal confirms; the step it stands for, 0 where there is none."""
     initial: Tensors | None = None
-    for step in snapshots.steps():
+    with explain_os_errors(snapshots.folder):
+        steps = snapshots.steps()
+    for step in steps:
         if step <= at and step in marks:
             initial = initial or engine.state()
             if load_snapshot(engine, step, marks, snapshots):
@@ -96,6 +107,10 @@ class Verified:
     torn: int
     kept: tuple[int, ...] = ()
     """The steps whose weights were compared, where a gradient run keeps them because its journal cannot rebuild them."""
+    unchecked: int = 0
+    """Steps after the last recorded digest."""
+    copy: Path | None = None
+    """Where a repair has put what it cut."""
 
     @property
     def ok(self) -> bool:
@@ -106,8 +121,13 @@ class Verified:
         if self.ok and self.kept:
             return (
                 f"ok: the kept weights of steps {join_names(self.kept)} are as recorded; a gradient run's journal has no moves "
-                "to rebuild them from"
+                f"to rebuild them from{torn}"
             )
+        torn += f" (the damaged end of the journal is now in {self.copy})" if self.copy else ""
+        if self.ok and self.unchecked:
+            first, last = self.steps + 1, self.steps + self.unchecked
+            which = f"step {last} comes" if first == last else f"steps {first} to {last} come"
+            torn = f"; {which} after the last recorded digest and could not be checked{torn}"
         if self.ok:
             return f"ok: {self.steps} steps rebuild to {self.digest[:16]}, as recorded{torn}"
         return f"MISMATCH at step {self.steps}: rebuilt {self.digest[:16]}, recorded {self.recorded[:16]}{torn}"
@@ -129,11 +149,12 @@ def verify(engine: Engine, content: Content, kept: Snapshots | None = None) -> V
         )
     position, digest = 0, ""
     for mark in marks:
-        engine.apply([record.update for record in content.records[position:mark]])
+        _apply(engine, content.records, position, mark)
         position, digest = mark, engine.digest()
         if digest != content.marks[mark]:
             break
-    return Verified(position, digest, content.marks[position], content.torn)
+    unchecked = content.steps - marks[-1]
+    return Verified(position, digest, content.marks[position], content.torn, unchecked=unchecked)
 
 
 def _verify_kept(engine: Engine, content: Content, snapshots: Snapshots | None) -> Verified:
@@ -145,4 +166,4 @@ def _verify_kept(engine: Engine, content: Content, snapshots: Snapshots | None) 
     for step in steps:
         if not load_snapshot(engine, step, content.marks, snapshots):
             return Verified(step, "damaged", content.marks[step], content.torn)
-    return Verified(steps[-1], content.marks[steps[-1]], content.marks[steps[-1]], content.torn, steps)
+    return Verified(steps[-1], content.marks[steps[-1]], content.marks[steps[-1]], content.torn, kept=steps)

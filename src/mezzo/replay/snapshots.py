@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mezzo.errors import JournalError
-from mezzo.journal.atomic_files import write_atomically
+from mezzo.journal.atomic_files import explain_os_errors, write_atomically
 from mezzo.types import TrainedTensor
 
 NAME = re.compile(r"step-(\d{9})\.safetensors$")
@@ -33,9 +34,10 @@ class Snapshots:
 
         data = save(dict(tensors), metadata={"step": str(step), "digest": digest})
         write_atomically(self.path(step), data)
-        for other in self.steps():
-            if other != step and other not in keep:
-                self.path(other).unlink(missing_ok=True)
+        with explain_os_errors(self.folder):
+            for other in self.steps():
+                if other != step and other not in keep:
+                    self.path(other).unlink(missing_ok=True)
 
     def load(self, step: int, trained: Sequence[TrainedTensor]) -> Tensors | None:
         """The tensors; None when the file is missing or broken, or too large to hold these: it is then not opened."""
@@ -52,7 +54,9 @@ class Snapshots:
 
     def steps(self) -> list[int]:
         """Steps with a snapshot, newest first."""
-        found = (NAME.match(path.name) for path in self.folder.glob("step-*.safetensors"))
+        if not self.folder.is_dir():
+            return []
+        found = (NAME.match(name) for name in os.listdir(self.folder))
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def path(self, step: int) -> Path:

@@ -15,7 +15,7 @@ from typing import Any
 from mezzo.config import OPTIONS
 from mezzo.errors import JournalError
 from mezzo.journal.atomic_files import json_safe
-from mezzo.journal.journal import NAME as JOURNAL
+from mezzo.journal.content import NAME as JOURNAL
 from mezzo.reports.html import plain_text
 from mezzo.reports.metrics import finite_number
 from mezzo.reports.run_data import RunData, read_run

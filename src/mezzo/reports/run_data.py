@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.evaluation.evaluate import rank
+from mezzo.journal.content import read
 from mezzo.journal.header import Header
-from mezzo.journal.journal import is_in_use, read
+from mezzo.journal.journal import is_in_use
+from mezzo.journal.lines import EVENTS
 from mezzo.reports.metrics import Metrics, RecordedEvaluation, finite_number
 from mezzo.runs.folder import METRICS, Folder
 from mezzo.runs.progress import RunProgress, replay_progress
@@ -124,7 +126,7 @@ def read_run(path: str | Path) -> RunData:
     """Read a run folder."""
     folder = Folder.open(path)
     journal = read(folder.path)
-    events = folder.metrics()
+    events = [*journal.events, *(e for e in folder.metrics() if e.get("event") not in EVENTS)]
     metrics, running = Metrics(events), is_in_use(folder.path)
     return RunData(
         path=folder.path,
@@ -136,7 +138,7 @@ def read_run(path: str | Path) -> RunData:
         metrics=metrics,
         mistakes=folder.mistakes(),
         running=running,
-        progress=replay_progress(events, _seconds_since_written(folder.path / METRICS) if running else 0.0),
+        progress=replay_progress(folder.metrics(), _seconds_since_written(folder.path / METRICS) if running else 0.0),
     )
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from mezzo.config import OPTIONS, RunConfig, convert, flatten, from_mapping, option_names, unnamed_options
 from mezzo.engines.base import Engine, Workers
 from mezzo.errors import ConfigError, DataError, JournalError
-from mezzo.evaluation.evaluate import Evaluation
 from mezzo.evaluation.rewards import Reward
+from mezzo.journal.atomic_files import remove_leftovers
+from mezzo.journal.content import read
 from mezzo.journal.header import Header
-from mezzo.journal.journal import Journal, read
+from mezzo.journal.journal import Journal
 from mezzo.method import noise, rounding
 from mezzo.method.batches import ExampleStream, make_batches
 from mezzo.method.estimators import Spsa
@@ -32,7 +35,7 @@ from mezzo.runs.data_summary import describe_data
 from mezzo.runs.events import Events, Observer
 from mezzo.runs.folder import Folder, holds_run
 from mezzo.runs.health import Health
-from mezzo.runs.outcome import Assessment, read_answers
+from mezzo.runs.recorded_evaluations import read_evaluations, read_zero_shot
 from mezzo.runs.session import Session
 from mezzo.runs.setup import Setup, resolve_setup
 from mezzo.runs.trackers import Trackers, check_installed
@@ -52,6 +55,13 @@ CONTACTING = tuple(name for name, option in OPTIONS.items() if option.contacts)
 Function = ObjectiveFunction | Reward
 
 
+class _Closeable(Protocol):
+    def close(self) -> None: ...
+
+
+T = TypeVar("T", bound=_Closeable)
+
+
 def new_run(config: RunConfig, observe: Observer, function: Function | None = None) -> Session:
     """Check everything, then create the run folder."""
     config = config.replace(objective=_describe(function)) if function else config
@@ -64,28 +74,26 @@ def new_run(config: RunConfig, observe: Observer, function: Function | None = No
             str(config.out), observe, changes | ({} if function else {"objective": config.objective}), function
         )
     objective = _load(setup, observe, function)
-    engine = _open_engine(setup)
-    try:
+    with _Opened() as opened:
+        engine = opened.add(_open_engine(setup))
         engine.check(Batch(setup.train_prompts, setup.readout), setup.config.eps or 1e-3)
         space = setup.config.space or ""
-        folder = Folder.create(config.out, f"{setup.task.name}-{space if space.isalnum() else 'pattern'}")
+        folder = opened.add(Folder.create(config.out, f"{setup.task.name}-{space if space.isalnum() else 'pattern'}"))
+        journal = opened.add(Journal.create(folder.path, make_header(setup, engine), prefix_start(engine)))
+        remove_leftovers(folder.path)
         folder.write_config({**setup.config.to_dict(), "out": str(folder.path)})
-        journal = Journal.create(folder.path, make_header(setup, engine))
-    except BaseException:
-        engine.close()  # an engine may hold processes of its own
-        raise
-    return _start(setup, engine, folder, journal, objective, observe)
+        return opened.keep(_start(setup, engine, folder, journal, objective, observe))
 
 
 def resume_run(
     path: str | Path, observe: Observer, changes: dict[str, Any], function: Function | None = None
 ) -> Session:
     """Continue a run where its journal ends; only what RESUMABLE names may change, and is stored in config.json."""
-    folder = Folder.open(path)
-    journal = Journal.resume(folder.path)
-    content, engine = journal.content, None
-    header = content.header
-    try:
+    with _Opened() as opened:
+        folder = opened.add(Folder.open(path))
+        journal = opened.add(Journal.resume(folder.path))
+        content = journal.content
+        header = content.header
         if not header.rebuilds:
             raise JournalError(
                 "a gradient run cannot be resumed: its journal holds losses and no moves, and AdamW's moments are not kept; "
@@ -102,24 +110,21 @@ def resume_run(
         _refuse_missing_data(setup.config, folder)
         objective = _load(setup, observe, function)
         _check_same_data(header, setup)
-        engine = _open_engine(setup)
+        engine = opened.add(_open_engine(setup))
         engine.micro_batch = header.micro_batch
         check_base(engine, content)
-        if content.torn:
-            observe("warning", {"text": f"the last {content.torn} bytes of the journal were torn and have been cut"})
         bring_to(engine, content, content.steps, folder.snapshots)
-        earlier = folder.rewind_metrics(content.steps)
-        _check_same_counts(earlier, setup, changes)
+        _check_same_counts(folder.metrics(), setup, changes)
+        if copy := journal.cut_tail():
+            text = f"the last {content.torn} bytes of the journal were damaged and have been moved to {copy}"
+            observe("warning", {"text": text})
+        remove_leftovers(folder.path)
+        folder.rewrite_metrics(content.steps, content.events)
         folder.write_config({**setup.config.to_dict(), "out": str(folder.path)})
-    except BaseException:
-        journal.close()
-        if engine is not None:
-            engine.close()
-        raise
-    session = _start(setup, engine, folder, journal, objective, observe, earlier)
-    if jump := _describe_jump(setup.config, remembered.get("steps"), content.steps):
-        session.events.warn(content.steps, jump)
-    return session
+        session = _start(setup, engine, folder, journal, objective, observe)
+        if jump := _describe_jump(setup.config, remembered.get("steps"), content.steps):
+            session.events.warn(content.steps, jump)
+        return opened.keep(session)
 
 
 def make_header(setup: Setup, engine: Engine) -> Header:
@@ -129,7 +134,6 @@ def make_header(setup: Setup, engine: Engine) -> Header:
         seed=config.seed,
         samples=config.samples or 1,
         base=engine.base_digest,
-        start=prefix_start(engine),
         family=setup.family,
         classes=setup.readout.classes,
         tensors=engine.trained,
@@ -209,42 +213,30 @@ def _open_engine(setup: Setup) -> Engine:
 
 
 def _start(
-    setup: Setup,
-    engine: Engine,
-    folder: Folder,
-    journal: Journal,
-    objective: Objective,
-    observe: Observer,
-    earlier: Sequence[dict[str, Any]] = (),
+    setup: Setup, engine: Engine, folder: Folder, journal: Journal, objective: Objective, observe: Observer
 ) -> Session:
     """The session around an open engine and journal, its zero-shot evaluation done."""
-    config = setup.config
+    config, content = setup.config, journal.content
     events = Events(folder, observe, Health(config.objective, str(config.method)), Trackers())
-    events.remember(earlier)
+    seconds = events.remember(folder.metrics())
     events.trackers.start(config.track, folder.path, config.to_dict())
-    if config.train and not earlier and not journal.content.steps:
-        for line in describe_data(setup):
-            events("data", {"step": 0, "text": line})
-    history = [(_parse_step(e), _parse_evaluation(e)) for e in earlier if e.get("event") == "evaluation"]
-    trainer = _make_trainer(setup, engine, folder, journal, objective, events, history)
-    if isinstance(engine, Workers):
-        folder.want_workers(None)  # what was asked of an earlier driver
-        engine.attach_run(
-            str(folder.snapshots.folder),
-            lambda text: events("worker", {"step": trainer.step, "text": text}),
-            folder.wanted_workers,
-        )
-    untrained = [
-        Assessment(_parse_evaluation(e), read_answers(e, setup.splits.test, setup.task))
-        for e in earlier
-        if e.get("event") == "zero-shot"
-    ]
-    session = Session(setup, engine, folder, journal, trainer, events, list(earlier))
-    session.untrained = untrained[-1] if untrained else None
     try:
+        if config.train and not content.events and not content.steps:
+            for line in describe_data(setup):
+                events("data", {"step": 0, "text": line})
+        trainer = _make_trainer(setup, engine, folder, journal, objective, events)
+        if isinstance(engine, Workers):
+            folder.want_workers(None)  # what was asked of an earlier driver
+            engine.attach_run(
+                str(folder.snapshots.folder),
+                lambda text: events("worker", {"step": trainer.step, "text": text}),
+                folder.wanted_workers,
+            )
+        session = Session(setup, engine, folder, journal, trainer, events, seconds)
+        session.untrained = read_zero_shot(content, setup.splits.test, setup.task)
         session.begin()
     except BaseException:
-        session.close()  # releases the lock
+        events.trackers.close()
         raise
     return session
 
@@ -256,12 +248,12 @@ def _make_trainer(
     journal: Journal,
     objective: Objective,
     events: Events,
-    history: list[tuple[int, Evaluation]],
 ) -> MeZOTrainer:
     """A trainer where the journal ends, its method's memory rebuilt from the records."""
-    method, records, dev = make_method(setup, objective), journal.content.records, setup.splits.dev
-    for record in records:
+    method, dev, spent = make_method(setup, objective), setup.splits.dev, 0
+    for record in journal.content.records:
         method.observe(record)
+        spent += method.cost(record)
     return MeZOTrainer(
         engine,
         method,
@@ -271,9 +263,9 @@ def _make_trainer(
         snapshots=folder.snapshots,
         notify=events,
         stop_reason=lambda: events.stop_reason,
-        spent=sum(map(method.cost, records)),
+        spent=spent,
         start=journal.content.steps,
-        history=history,
+        history=read_evaluations(journal.content),
     )
 
 
@@ -290,13 +282,26 @@ def _make_limits(setup: Setup) -> Limits:
     )
 
 
+class _Opened(ExitStack):
+    """Closes what was opened if a run cannot begin: its folder's lock, and processes that an engine may hold."""
+
+    def add(self, opened: T) -> T:
+        self.callback(opened.close)
+        return opened
+
+    def keep(self, session: Session) -> Session:
+        self.pop_all()
+        return session
+
+
 def _was_restarted(config: RunConfig) -> bool:
-    """Whether torchrun has started this very run again after a failure: it then continues where its journal ends."""
+    """Whether torchrun or Slurm has started this very run again: it then continues where its journal ends."""
     if torchrun.may_restart_this_process() and not config.out:
         raise ConfigError(
             "torchrun --max-restarts starts a failed run again, which must then find its own folder: add --out DIR"
         )
-    if not torchrun.restarted_this_process() or not holds_run(Path(str(config.out))):
+    requeued = config.out and int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+    if not (requeued or torchrun.restarted_this_process()) or not holds_run(Path(str(config.out))):
         return False
     recorded = read(Path(str(config.out))).header.config
     fixed = {key: value for key, value in config.to_dict().items() if key not in (*RESUMABLE, "out")}
@@ -326,7 +331,7 @@ def _refuse_missing_data(config: RunConfig, folder: Folder) -> None:
             )
 
 
-def _check_same_counts(earlier: Sequence[dict[str, Any]], setup: Setup, changes: dict[str, Any]) -> None:
+def _check_same_counts(earlier: Iterable[dict[str, Any]], setup: Setup, changes: dict[str, Any]) -> None:
     """Dev and test data from another place have no digest, but must at least have as many examples."""
     started = next((event for event in earlier if event.get("event") == "start"), {})
     for name, examples in (("dev", setup.splits.dev), ("test", setup.splits.test)):
@@ -383,21 +388,3 @@ def _check_named_again(remembered: dict[str, Any], given: dict[str, Any]) -> Non
         fixed = name not in RESUMABLE or str(value).startswith("hub:")  # files move; a data set of the hub does not
         if fixed and convert(name, value) != remembered.get(name):
             raise ConfigError(f"a resumed run keeps its settings; {name} cannot change")
-
-
-def _parse_evaluation(line: dict[str, Any]) -> Evaluation:
-    try:
-        figures = {name: float(line[name]) for name in ("value", "accuracy", "loss")}
-        calibrated = None if line["calibrated"] is None else float(line["calibrated"])
-        low, high = (float(end) for end in line["interval"])
-        return Evaluation(
-            metric=str(line["metric"]), interval=(low, high), n=int(line["n"]), calibrated=calibrated, **figures
-        )
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise JournalError(f"metrics.jsonl has an evaluation without {error}; delete the line and resume") from None
-
-
-def _parse_step(line: dict[str, Any]) -> int:
-    if not isinstance(step := line.get("step"), int):
-        raise JournalError("metrics.jsonl has an evaluation without 'step'; delete the line and resume")
-    return step

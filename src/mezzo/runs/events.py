@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,8 +47,12 @@ class Events:
     def warn(self, step: int, text: str, kind: str = "note") -> None:
         self("warning", {"step": step, "kind": kind, "text": text})
 
-    def remember(self, earlier: Sequence[dict[str, Any]]) -> None:
-        """Replay the events of a resumed run to the health checks, so that no finding is reported twice."""
+    def remember(self, earlier: Iterable[dict[str, Any]]) -> float:
+        """Replay the events of a resumed run to the health checks, so that no finding is reported twice. Returns the seconds
+        it had taken."""
+        seconds = 0.0
         for entry in earlier:
             with contextlib.suppress(KeyError, TypeError, ValueError):  # a line that was edited by hand
                 list(self.health.watch(str(entry.get("event")), entry))
+                seconds = float(entry["seconds"]) if entry.get("event") == "result" else seconds
+        return seconds

@@ -7,12 +7,17 @@ import json
 import os
 import re
 import shlex
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from mezzo.errors import ConfigError, JournalError, RunFailed
 from mezzo.journal.atomic_files import explain_os_errors, json_safe, refuse_links, write_all, write_atomically
-from mezzo.journal.journal import NAME as JOURNAL
+from mezzo.journal.content import NAME as JOURNAL
+from mezzo.journal.journal import NEW, START
+from mezzo.journal.lines import EVENTS
 from mezzo.replay.snapshots import Snapshots
 from mezzo.untrusted import read_bytes, without_credentials
 
@@ -20,10 +25,12 @@ METRICS = "metrics.jsonl"
 WORKERS = "workers"
 CONFIG = "config.json"
 MISTAKES = "mistakes.jsonl"
-FILES = (JOURNAL, METRICS, CONFIG, MISTAKES, "snapshots")
+FILES = (JOURNAL, START, METRICS, CONFIG, MISTAKES, "snapshots")
+# What a run that died before it began may have left: its journal had no name yet.
+UNBORN = re.compile(rf"{re.escape(NEW)}|{re.escape(JOURNAL)}|\.?{re.escape(START)}(\.\d+\.tmp)?")
 MAX_NAME = 60
-# What is read of a file that may come from anybody: bytes of a line and of all lines, and their number. A step has 150 bytes.
-MAX_LINE, MAX_BYTES, MAX_ENTRIES = 2**20, 2**28, 2**21
+# Bytes of a line, of config.json and of metrics that are read: they may come from anybody. A step has 200 bytes.
+MAX_LINE, MAX_BYTES = 2**20, 2**32
 MAX_MISTAKES = 50
 
 
@@ -46,15 +53,15 @@ class Folder:
                 raise JournalError(
                     f"{path} holds a run already: continue it with --resume {shlex.quote(str(path))}, or choose another --out"
                 )
-            if not (path / JOURNAL).is_file() and any(path.iterdir()):
+            if not all(UNBORN.fullmatch(each.name) for each in path.iterdir()):
                 raise ConfigError(f"--out {path} is not empty; choose a new folder")
-        return cls(path)  # a folder with an empty journal is left over from a run that died while it was created
+        return cls(path)
 
     @classmethod
     def open(cls, path: str | Path) -> Folder:
         path = Path(path).parent if Path(path).name == JOURNAL else Path(path)
         if not (path / JOURNAL).is_file():
-            raise JournalError(f"{path} is not a run folder: it has no {JOURNAL}")
+            raise JournalError(f"{path} is not a run folder: it has no {JOURNAL}; a run is started with --out {path}")
         refuse_links(path, FILES)
         return cls(path)
 
@@ -83,41 +90,44 @@ class Folder:
                 self._metrics = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             write_all(self._metrics, line)
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """All readable lines; a line torn by a crash is ignored."""
+    def metrics(self) -> Iterator[dict[str, Any]]:
+        """All readable lines, one at a time; a line torn by a crash is ignored."""
         return self._lines(METRICS)
 
     def mistakes(self) -> list[dict[str, Any]]:
-        return self._lines(MISTAKES)[:MAX_MISTAKES]
+        return list(islice(self._lines(MISTAKES), MAX_MISTAKES))
 
-    def _lines(self, name: str) -> list[dict[str, Any]]:
+    def _lines(self, name: str) -> Iterator[dict[str, Any]]:
         path = self.path / name
         if not path.is_file():
-            return []
+            return
         if path.stat().st_size > MAX_BYTES:
             raise JournalError(f"{path} has more than {MAX_BYTES:,} bytes; move it away: the journal holds the run")
-        found: list[dict[str, Any]] = []
         with explain_os_errors(path), path.open("rb") as file:
             for line in iter(lambda: file.readline(MAX_LINE), b""):
                 with contextlib.suppress(ValueError, RecursionError):
-                    found += [entry] if isinstance(entry := json.loads(line), dict) else []
-                if len(found) > MAX_ENTRIES:
-                    raise JournalError(
-                        f"{path} has more than {MAX_ENTRIES:,} lines; move it away: the journal holds the run"
-                    )
-        return found
+                    if isinstance(entry := json.loads(line), dict):
+                        yield entry
 
-    def rewind_metrics(self, steps: int) -> list[dict[str, Any]]:
-        """Drop the metrics of steps that the journal does not have; return the rest."""
-        kept = [entry for entry in self.metrics() if _position(entry) <= steps]
-        data = b"".join(json.dumps(entry).encode() + b"\n" for entry in kept)
-        write_atomically(self.path / METRICS, data)
-        return kept
+    def rewrite_metrics(self, steps: int, events: Sequence[dict[str, Any]]) -> None:
+        """Bring the metrics in line with the journal: its `events`, and nothing about steps that it does not have."""
+        lines = (json.dumps(entry).encode() + b"\n" for entry in self._merge(steps, deque(events)))
+        write_atomically(self.path / METRICS, lines)
+
+    def _merge(self, steps: int, events: deque[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for entry in self.metrics():
+            if _position(entry) > steps or entry.get("event") in EVENTS:
+                continue
+            while events and events[0]["step"] < _position(entry):
+                yield events.popleft()
+            yield entry
+        yield from events
 
     def want_workers(self, count: int | None) -> None:
         """Request another number of workers from a running driver; None withdraws the request."""
         if count is None:
-            (self.path / WORKERS).unlink(missing_ok=True)
+            with explain_os_errors(self.path / WORKERS):
+                (self.path / WORKERS).unlink(missing_ok=True)
         else:
             write_atomically(self.path / WORKERS, b"%d\n" % count)
 
@@ -136,7 +146,7 @@ class Folder:
 
 
 def holds_run(path: Path) -> bool:
-    """Whether a run has begun in this folder. One with an empty journal died while it was created."""
+    """Whether a run has begun in this folder."""
     return (path / JOURNAL).is_file() and (path / JOURNAL).stat().st_size > 0
 
 

@@ -11,13 +11,14 @@ from mezzo.config import flatten, from_mapping, option_names, unnamed_options
 from mezzo.engines import open_engine
 from mezzo.engines.base import Engine
 from mezzo.errors import ConfigError, JournalError
-from mezzo.evaluation.evaluate import rank
 from mezzo.journal.atomic_files import explain_os_errors
 from mezzo.journal.compact import MAGIC, import_compact
-from mezzo.journal.journal import Content, read
+from mezzo.journal.content import NAME as JOURNAL
+from mezzo.journal.content import Content, read
 from mezzo.replay.replay import bring_to, check_base
 from mezzo.runs.datasets import find_task
 from mezzo.runs.folder import Folder
+from mezzo.runs.recorded_evaluations import best_step
 from mezzo.runs.setup import Setup, resolve_setup
 from mezzo.tasks import get_task
 from mezzo.untrusted import without_credentials
@@ -100,21 +101,6 @@ def open_run(path: str | Path, at: int | None = None, **changes: Any) -> tuple[E
     """A run's engine at a journal position: the best checkpoint unless `at` says otherwise."""
     content = open_journal(path)
     engine, setup = open_base_engine(content, **changes)
-    snapshots = Folder(Path(path)).snapshots if Path(path).is_dir() else None
-    bring_to(engine, content, best_step(path, content) if at is None else at, snapshots)
+    snapshots = Folder(content.path.parent).snapshots if content.path.name == JOURNAL else None
+    bring_to(engine, content, best_step(content) if at is None else at, snapshots)
     return engine, setup
-
-
-def best_step(path: str | Path, content: Content) -> int:
-    """The position with the best dev evaluation, the last one if nothing was evaluated."""
-    if not Path(path).is_dir():
-        return content.steps if content.best is None else content.best
-    evaluations = [
-        (e["value"], e["loss"], e["step"])
-        for e in Folder(Path(path)).metrics()
-        if e.get("event") == "evaluation"
-        and all(isinstance(e.get(key), (int, float)) for key in ("value", "loss"))
-        and isinstance(e.get("step"), int)
-        and 0 <= e["step"] <= content.steps
-    ]
-    return max(evaluations, key=lambda found: rank(*found))[2] if evaluations else content.steps

@@ -12,7 +12,7 @@ from typing import Any
 from mezzo.drawing import Chart, Series, render_svg
 from mezzo.drawing.figure import make_figure
 from mezzo.errors import ConfigError
-from mezzo.journal.journal import NAME as JOURNAL
+from mezzo.journal.content import NAME as JOURNAL
 from mezzo.runs.folder import Folder
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,8 @@ from mezzo.engines import memory, open_engine
 from mezzo.engines.base import Engine, Workers
 from mezzo.errors import MezzoError
 from mezzo.evaluation.evaluate import DetailedEvaluation
-from mezzo.journal.journal import Journal, read
+from mezzo.journal.content import read
+from mezzo.journal.journal import Journal
 from mezzo.replay.replay import bring_to, check_base, load_snapshot
 from mezzo.runs.events import Events
 from mezzo.runs.folder import Folder
@@ -46,8 +47,8 @@ class Session:
     journal: Journal
     trainer: MeZOTrainer
     events: Events
-    earlier: list[dict[str, Any]] = field(default_factory=list)
-    """Metrics that the run had written before it was resumed."""
+    earlier_seconds: float = 0.0
+    """What the run had taken when it last ended, before it was resumed."""
     untrained: Assessment | None = None
     """The model on the test examples as it came."""
     _slopes: list[float] = field(default_factory=list)
@@ -66,6 +67,7 @@ class Session:
             _, self.untrained = self._test()
             assert self.untrained.answers is not None
             found = {**self.untrained.evaluation.to_dict(), **self.untrained.answers.to_event()}
+            self.journal.note("zero-shot", {"step": 0, **found})
             self.events("zero-shot", {"step": 0, **found})
 
     def note_command(self, words: list[str]) -> None:
@@ -172,6 +174,12 @@ class Session:
 
     def result(self) -> Run:
         """Test the best checkpoint and summarize the run."""
+        try:
+            return self._result()
+        finally:
+            self.close()
+
+    def _result(self) -> Run:
         trainer = self.trainer
         steps, digest = trainer.step, self.engine.digest()
         best = trainer.best.step if trainer.best else steps
@@ -179,9 +187,13 @@ class Session:
         trained = self._test_checkpoint(best) if test else None
         before, after = (each.evaluation if each else None for each in (self.untrained, trained))
         gains = measure_gains(self.untrained, trained, test, task)
-        records = read(self.folder.path).records
-        zero = sum(all(slope == 0 for slope in record.slopes) for record in records)
-        skipped = self._warn_about_skipped_steps(records)
+        content = read(self.folder.path)
+        zero = moves = skipped = 0
+        for record in content.records:
+            zero += all(slope == 0 for slope in record.slopes)
+            moves += not record.update.empty
+            skipped += bool(record.skipped)
+        self._warn_about_skipped_steps(skipped)
         run = Run(
             out=str(self.folder.path),
             steps=steps,
@@ -198,23 +210,22 @@ class Session:
             n_test=len(test),
             task=task.name,
             columns=task.columns,
-            zero_slope_share=zero / len(records) if records else 0.0,
+            zero_slope_share=zero / max(1, content.steps),
             skipped_steps=skipped,
             digest=digest,
-            seconds=round(self._earlier_seconds() + time.monotonic() - self.events.start_time, 2),
+            seconds=round(self.earlier_seconds + time.monotonic() - self.events.start_time, 2),
             example_forwards=trainer.spent,
-            moves=sum(not record.update.empty for record in records) if method == "solve" else None,
+            moves=moves if method == "solve" else None,
             stopped=trainer.stopped,
             warnings=tuple(self.events.warnings),
             workers=self.engine.run_stats() if isinstance(self.engine, Workers) else None,
             verdict=str(judge(self.events.health.kinds, method, best, gains)),
             memory_mib=round(memory.peak()),
-            curve=read_curve(self.folder.metrics()),
+            curve=read_curve(content.events),
             **describe_changes(self.untrained, trained, test, task),
         )
         self.folder.note("engine", {"step": steps, **self.engine.describe()})  # its counters, now that all is done
         self.events("result", {"step": steps, **run.to_dict()})
-        self.close()
         return run
 
     def _test_checkpoint(self, step: int) -> Assessment:
@@ -224,21 +235,13 @@ class Session:
         self.folder.write_mistakes(step, list_mistakes(self.setup.splits.test, detail, self.setup.task))
         return assessment
 
-    def _warn_about_skipped_steps(self, records: Sequence[StepRecord]) -> int:
-        """How many steps were skipped."""
-        skipped = sum(bool(record.skipped) for record in records)
+    def _warn_about_skipped_steps(self, skipped: int) -> None:
         if skipped:
             self.events.warn(
                 self.trainer.step,
                 f"{skipped} of {self.trainer.step} steps had no finite loss and were skipped: "
                 f"a smaller {SMALLER[str(self.setup.config.method)]} may help",
             )
-        return skipped
-
-    def _earlier_seconds(self) -> float:
-        """What the run had taken when it last ended, before it was resumed."""
-        results = [e.get("seconds") for e in self.earlier if e.get("event") == "result"]
-        return float(next((s for s in reversed(results) if isinstance(s, (int, float))), 0.0))
 
     def _go_to(self, step: int) -> None:
         """Bring the engine to a checkpoint: from its snapshot, else by replaying the journal."""
@@ -253,11 +256,18 @@ class Session:
         # The torch engine rebuilds the same weights, whatever engine ran the model.
         fresh = open_engine("torch", dataclasses.replace(self.setup.engine_spec, tp=1, urls=()))
         check_base(fresh, content)
-        bring_to(fresh, content, step)
+        bring_to(fresh, content, step, self.folder.snapshots)
         self.engine.load_state(fresh.state())
         fresh.close()
 
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
+        """Release the run folder and the engine. `result()` does, and so does an error."""
         self.events.trackers.close()
         self.journal.close()
         self.folder.close()

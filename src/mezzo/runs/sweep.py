@@ -16,7 +16,7 @@ from mezzo.config import OPTIONS, convert, flatten, from_mapping, unnamed_option
 from mezzo.config.reading import known_name
 from mezzo.errors import ConfigError, JournalError, RunFailed
 from mezzo.journal.atomic_files import explain_os_errors, refuse_links, write_atomically
-from mezzo.journal.journal import read
+from mezzo.journal.content import read
 from mezzo.runs.build import Function, new_run, resume_run
 from mezzo.runs.events import Observer
 from mezzo.runs.folder import MAX_LINE, MAX_NAME, Folder, free_path, holds_run
@@ -176,10 +176,10 @@ def is_finished(path: Path) -> bool:
     """Whether a run has ended by itself."""
     if not holds_run(path):
         return False
-    for event in reversed(Folder.open(path).metrics()):
-        if event.get("event") in ("result", "step"):
-            return event["event"] == "result" and event.get("stopped") != "interrupted"
-    return False
+    last: dict[str, Any] = {}
+    for event in Folder.open(path).metrics():
+        last = event if event.get("event") in ("result", "step") else last
+    return last.get("event") == "result" and last.get("stopped") != "interrupted"
 
 
 def describe_point(point: Point) -> str:

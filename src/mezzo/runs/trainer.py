@@ -18,6 +18,7 @@ from mezzo.evaluation.evaluate import Evaluation, rank
 from mezzo.journal.journal import Journal
 from mezzo.method.method import DeviceMethod, Method, Questions, answer_questions
 from mezzo.replay.snapshots import Snapshots
+from mezzo.runs.recorded_evaluations import EvaluatedCheckpoint
 from mezzo.types import DeviceStep, GradientStep, Question, StepRecord
 
 # Consecutive steps without a finite loss after which a run gives up.
@@ -39,14 +40,6 @@ class Limits:
     snapshot_seconds: float = 300.0
 
 
-@dataclass(frozen=True, slots=True)
-class Best:
-    """The best checkpoint: a journal position."""
-
-    step: int
-    evaluation: Evaluation
-
-
 @dataclass(repr=False)
 class MeZOTrainer:
     """Trains an engine's tensors by a method. Iterate over `run()`: each item is the record of a finished step."""
@@ -61,30 +54,36 @@ class MeZOTrainer:
     stop_reason: Callable[[], str] = lambda: ""
     """Asked before every step: why to end; empty to go on."""
     start: int = 0
-    history: list[tuple[int, Evaluation]] = field(default_factory=list)
+    history: list[EvaluatedCheckpoint] = field(default_factory=list)
+    """The evaluations on dev."""
     stopped: str = ""
     spent: int = 0
     """Example-forwards of training so far."""
     step: int = field(init=False)
-    _evaluated_at: int = field(init=False, default=0)
+    best: EvaluatedCheckpoint | None = field(init=False, default=None)
+    """The best evaluation so far, as `evaluation.rank` orders them."""
+    _since_best: int = field(init=False, default=0)
+    """Evaluations since then."""
     _interrupted: bool = field(init=False, default=False)
     _skips: int = field(init=False, default=0)
     _snapshot_time: float = field(init=False, default=0.0)
     _upcoming: _Upcoming = field(init=False)
 
     def __post_init__(self) -> None:
-        self.step, self._evaluated_at = self.start, self.spent
+        self.step = self.start
         self._upcoming = _Upcoming(self.method)
+        for evaluation in self.history:
+            self._compare_with_best(evaluation)
 
     def __repr__(self) -> str:
         best = f", best {self.best.evaluation} at step {self.best.step}" if self.best else ""
         return f"<{type(self).__name__}: step {self.step}, {self.spent:,} example-forwards{best}>"
 
-    @property
-    def best(self) -> Best | None:
-        """The best dev evaluation so far, as `evaluation.rank` orders them."""
-        candidates = (Best(step, evaluation) for step, evaluation in self.history)
-        return max(candidates, key=lambda b: rank(b.evaluation.value, b.evaluation.loss, b.step), default=None)
+    def _compare_with_best(self, found: EvaluatedCheckpoint) -> None:
+        if self.best is None or _rank(found) > _rank(self.best):
+            self.best, self._since_best = found, 0
+        else:
+            self._since_best += 1
 
     def run(self) -> Iterator[StepRecord]:
         """Yield a record a step until a limit is met; then `stopped` says which."""
@@ -135,21 +134,23 @@ class MeZOTrainer:
 
     def _evaluate_if_due(self) -> None:
         """Evaluate before the first step, every `eval_every` steps and at the end."""
-        if self.evaluate is None or (self.history and self.history[-1][0] >= self.step):
+        if self.evaluate is None or (self.history and self.history[-1].step >= self.step):
             return
         if self._is_evaluation_due() or self.has_reached_limit():
-            evaluation = self.evaluate()
-            self._evaluated_at = self.spent
-            self.history.append((self.step, evaluation))
-            self.notify("evaluation", {"step": self.step, "spent": self.spent, **evaluation.to_dict()})
-            if self.best is not None and self.best.step == self.step:
+            found = EvaluatedCheckpoint(self.step, self.spent, self.evaluate())
+            values = {"step": self.step, "spent": self.spent, **found.evaluation.to_dict()}
+            self.journal.note("evaluation", values)  # it may decide where the run ends
+            self.history.append(found)
+            self._compare_with_best(found)
+            self.notify("evaluation", values)
+            if self.best is found:
                 self._snapshot()
 
     def _is_evaluation_due(self) -> bool:
         every, forwards = self.limits.eval_every, self.limits.eval_forwards
         if every:
             return self.step % every == 0
-        return bool(forwards) and (not self.history or self.spent - self._evaluated_at >= forwards)
+        return bool(forwards) and (not self.history or self.spent - self.history[-1].spent >= forwards)
 
     def has_reached_limit(self) -> bool:
         limits = self.limits
@@ -162,11 +163,7 @@ class MeZOTrainer:
             return asked
         if time.monotonic() - start > self.limits.seconds:
             return "time limit"
-        best = self.best
-        if self.limits.patience and best:
-            since_best = sum(step > best.step for step, _ in self.history)
-            return "no improvement" if since_best >= self.limits.patience else ""
-        return ""
+        return "no improvement" if 0 < self.limits.patience <= self._since_best else ""
 
     def _stop_if_hopeless(self, record: StepRecord) -> None:
         self._skips = self._skips + 1 if record.skipped else 0
@@ -202,6 +199,10 @@ class MeZOTrainer:
 
     def _interrupt(self) -> None:
         self._interrupted = True
+
+
+def _rank(found: EvaluatedCheckpoint) -> tuple[float, float, int]:
+    return rank(found.evaluation.value, found.evaluation.loss, found.step)
 
 
 class _Upcoming:

@@ -1,0 +1,183 @@
+"""A disk that fails: a short run is killed at, or gets an error from, each of its file operations in turn.
+
+The suite tries a part of them. All of them, about five minutes: `python -m tests.disk_faults`.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CALLS = ("open", "write", "fsync", "ftruncate", "rename", "replace", "unlink", "mkdir", "listdir", "io.open")
+ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.EMFILE)
+KILLED, REFUSED, TRACEBACK = 9, 2, 3
+
+
+@dataclass
+class FaultyDisk:
+    """Wraps the calls by which Python reaches a folder. The call with number `at` fails with `error`, or ends the process."""
+
+    folder: Path
+    at: int = -1
+    error: int | None = None
+    log: list[str] = field(default_factory=list)
+    _files: set[int] = field(default_factory=set)
+
+    def install(self) -> None:
+        for name in CALLS:
+            module = io if name == "io.open" else os
+            call = name.rpartition(".")[2]
+            setattr(module, call, self._wrap(name, getattr(module, call)))
+
+    def _wrap(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(target: Any = ".", *rest: Any, **named: Any) -> Any:
+            if not self._is_inside(target):
+                return real(target, *rest, **named)
+            self.log.append(name)
+            if len(self.log) - 1 == self.at:
+                if name == "write":  # a part of it arrives
+                    real(target, bytes(rest[0])[: len(rest[0]) // 2])
+                if self.error is None:
+                    os._exit(KILLED)
+                raise OSError(self.error, os.strerror(self.error))
+            result = real(target, *rest, **named)
+            if name == "open":
+                self._files.add(result)
+            return result
+
+        return call
+
+    def _is_inside(self, target: Any) -> bool:
+        if isinstance(target, int):
+            return target in self._files
+        return isinstance(target, (str, os.PathLike)) and Path(target).is_relative_to(self.folder)
+
+
+def train_on(disk: FaultyDisk, options: dict[str, Any], report: Path) -> int:
+    """Train in a forked process whose disk fails; its exit code. What it said, or its calls, are in the report."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch has threads; the child does not use them
+        child = os.fork()
+    if child == 0:
+        code, text = TRACEBACK, ""
+        try:
+            code, text = _train(disk, options)
+        except BaseException:
+            text = traceback.format_exc()
+        finally:
+            file = os.open(report, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.write(file, text.encode())
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _train(disk: FaultyDisk, options: dict[str, Any]) -> tuple[int, str]:
+    from mezzo import api
+    from mezzo.errors import MezzoError
+
+    disk.install()
+    try:
+        api.finetune(**options)
+    except MezzoError as error:
+        return REFUSED, str(error)
+    return 0, "\n".join(disk.log)
+
+
+def start_again(options: dict[str, Any]) -> str:
+    """What a requeued job does: continue the run, or start it where there is none. The digest."""
+    from mezzo import api
+
+    holds_run = (Path(options["out"]) / "journal.jsonl").exists()
+    return api.finetune(**({"resume": options["out"]} if holds_run else options)).digest
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.name.endswith(".tmp"))
+
+
+@dataclass
+class Trial:
+    """A run whose disk fails at one call, and the start after it."""
+
+    call: str
+    at: int
+    error: int | None
+    code: int
+    said: str
+    digest: str
+    leftovers: list[str]
+
+    def problems(self, digest: str) -> Iterator[str]:
+        if self.code not in ((KILLED,) if self.error is None else (0, REFUSED)):
+            yield f"ended with code {self.code}: {self.said}"
+        if self.code == REFUSED and len(self.said.splitlines()) != 1:
+            yield f"did not say what happened in one line: {self.said}"
+        if self.digest != digest:
+            yield "the next start ended at another digest"
+        if self.leftovers:
+            yield f"leftovers: {self.leftovers}"
+
+    def __str__(self) -> str:
+        what = "killed" if self.error is None else errno.errorcode[self.error]
+        return f"{what} at call {self.at}, {self.call}"
+
+
+class Trials:
+    """All that is known of the undisturbed run: its digest and its calls."""
+
+    def __init__(self, options: dict[str, Any], folder: Path) -> None:
+        self.options, self.folder, self._count = options, folder, 0
+        whole = folder / "whole"
+        assert train_on(FaultyDisk(whole), {**options, "out": str(whole)}, folder / "said") == 0
+        self.calls = (folder / "said").read_text().split()
+        self.digest = start_again({**options, "out": str(whole)})
+
+    def run(self, at: int, error: int | None) -> Trial:
+        self._count += 1
+        out = self.folder / str(self._count)
+        code = train_on(FaultyDisk(out, at, error), {**self.options, "out": str(out)}, self.folder / "said")
+        said = (self.folder / "said").read_text() if code != KILLED else ""
+        try:
+            digest = start_again({**self.options, "out": str(out)})
+        except Exception as failure:
+            digest = f"{type(failure).__name__}: {failure}"
+        return Trial(self.calls[at], at, error, code, said, digest, leftovers(out))
+
+
+def main() -> None:
+    from tests.conftest import write_tiny_data, write_tiny_model
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        options = short_run(write_tiny_model(folder), write_tiny_data(folder / "data.jsonl"))
+        trials = Trials(options, folder)
+        bad = 0
+        for error in (None, *ERRORS):
+            for at in range(len(trials.calls)):
+                trial = trials.run(at, error)
+                for problem in trial.problems(trials.digest):
+                    bad += 1
+                    print(f"{trial}: {problem}", flush=True)
+        tried = len(trials.calls) * (len(ERRORS) + 1)
+        print(f"{tried} runs: {len(trials.calls)} calls, each killed and with {len(ERRORS)} errors; {bad} problems")
+        sys.exit(bool(bad))
+
+
+def short_run(model: str, data: str) -> dict[str, Any]:
+    """Four steps with evaluations, snapshots that replace each other, and a test."""
+    files = {"model": model, "task": "sst-2", "train": data, "dev": data}
+    sizes = {"steps": 4, "eval_every": 2, "batch_size": 4, "snapshot_minutes": 1e-9, "threads": 1, "device": "cpu"}
+    return {**files, **sizes, "space": "lora", "lr": 1e-3}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""Disks that fail and files that are lost or damaged: one line, a run that continues at the same weights, nothing left over."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mezzo import api
+from mezzo.cli import main
+from mezzo.errors import ConfigError, JournalError
+from mezzo.journal import journal as journal_file
+from mezzo.journal.content import NAME, read
+from mezzo.journal.journal import NEW
+from tests.disk_faults import Trials, short_run, start_again
+
+
+@pytest.fixture(scope="module")
+def trials(tiny_folder: str, tiny_data: str, tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    return Trials(short_run(tiny_folder, tiny_data), tmp_path_factory.mktemp("faults"))
+
+
+def test_kill_while_a_run_is_created_never_blocks_the_next_start(trials):
+    """Creation is one rename. `python -m tests.disk_faults` kills the run at every call."""
+    created = trials.calls.index("replace")
+    for at in (created - 2, created, created + 1, len(trials.calls) // 2):
+        assert not list(trials.run(at, None).problems(trials.digest)), trials.calls[at]
+
+
+def test_every_kind_of_call_may_fail(trials):
+    """A line, a run that can be resumed, and no leftovers. `python -m tests.disk_faults` tries every call and error."""
+    for number, call in enumerate(sorted(set(trials.calls))):
+        places = [at for at, name in enumerate(trials.calls) if name == call]
+        trial = trials.run(places[-1 if call == "unlink" else len(places) // 2], (errno.EIO, errno.ENOSPC)[number % 2])
+        assert not list(trial.problems(trials.digest)), str(trial)
+
+
+def test_half_written_header_is_no_run(trials, tmp_path):
+    """What a disk leaves that loses the end of a journal before it has its name."""
+    options = {**trials.options, "out": str(tmp_path / "run")}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / NEW).write_bytes(b'{"format":2,"conf')
+    (tmp_path / "run" / ".start.bin.7.tmp").touch()
+    with pytest.raises(JournalError, match="started with --out"):
+        api.finetune(resume=options["out"])
+    assert start_again(options) == trials.digest
+    assert not list((tmp_path / "run").glob(".*"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").touch()
+    with pytest.raises(ConfigError, match="not empty"):
+        api.finetune(**{**options, "out": str(tmp_path / "mine")})
+
+
+def test_run_that_could_not_be_read_again_does_not_begin(trials, tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_file, "MAX_LINE", 1000)
+    with pytest.raises(JournalError, match="1,000 is the most"):
+        api.finetune(**trials.options, out=str(tmp_path / "run"))
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_error_in_python_releases_the_run(trials, tmp_path):
+    """The traceback, which a notebook keeps, refers to the session."""
+
+    def fail(event: str, values: dict[str, Any]) -> None:
+        if event == failing:
+            raise ZeroDivisionError
+
+    kept = []
+    for failing in ("start", "evaluation", "result"):
+        with pytest.raises(ZeroDivisionError) as caught:
+            api.finetune(**trials.options, out=str(tmp_path / failing), observe=fail)
+        kept.append(caught)
+        assert api.finetune(resume=tmp_path / failing).digest == trials.digest
+    with pytest.raises(ZeroDivisionError) as caught, api.open_session(**trials.options, out=str(tmp_path / "a")):
+        raise ZeroDivisionError
+    assert api.finetune(resume=tmp_path / "a").digest == trials.digest
+
+
+def test_requeued_job_continues_its_run(trials, tmp_path, monkeypatch):
+    options = {**trials.options, "out": str(tmp_path / "run")}
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert api.finetune(**{**options, "steps": 2}).steps == 2
+    assert api.finetune(**options).digest == trials.digest
+    with pytest.raises(JournalError, match="holds another run"):
+        api.finetune(**{**options, "lr": 0.5})
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    with pytest.raises(JournalError, match="holds a run already"):
+        api.finetune(**options)
+
+
+# ---- metrics are derived
+
+
+@pytest.fixture(scope="module")
+def stopped(trials: Trials, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Any]:
+    """A run that early stopping ended."""
+    out = tmp_path_factory.mktemp("stopped") / "run"
+    changes = {"steps": 60, "eval_every": 1, "patience": 3, "lr": 1e-5, "snapshot_minutes": 5}
+    return {**trials.options, **changes}, api.finetune(**{**trials.options, **changes}, out=str(out))
+
+
+def test_lost_metrics_change_neither_digest_nor_best_step(stopped, tmp_path):
+    _, run = stopped
+    assert run.stopped == "no improvement" and 0 < run.steps < 60
+    lines = (Path(run.out) / "metrics.jsonl").read_text()
+    (Path(run.out) / "metrics.jsonl").unlink()
+    assert api.best_step(read(run.journal)) == run.best_step
+    report = api.report(run.out, out=tmp_path / "r.html").read_text()
+    assert f"step {run.best_step}" in report
+    again = api.finetune(resume=run.out)
+    assert (again.digest, again.best_step, again.stopped) == (run.digest, run.best_step, "no improvement")
+    assert (again.curve, again.zero_shot, again.corrected) == (run.curve, run.zero_shot, run.corrected)
+    rows = [json.loads(line) for line in (Path(run.out) / "metrics.jsonl").read_text().splitlines()]
+    before = [json.loads(line) for line in lines.splitlines()]
+    of = lambda rows: [(row["step"], row["value"]) for row in rows if row["event"] == "evaluation"]  # noqa: E731
+    assert of(rows) == of(before)
+
+
+def test_resume_keeps_the_rhythm_of_evaluations(trials, tmp_path):
+    """They are due by example-forwards, and early stopping counts them."""
+    options = {**trials.options, "method": "solve", "eval_every": None, "budget": "3000", "steps": None, "lr": None}
+    options |= {"samples": 4, "snapshot_minutes": 5}
+    whole = api.finetune(**options, out=str(tmp_path / "whole"))
+    session = api.open_session(**options, out=str(tmp_path / "cut"))
+    for record in session.records():
+        if record.step == 2:
+            break
+    session.close()
+    resumed = api.finetune(resume=tmp_path / "cut")
+    assert len(whole.curve) > 2
+    assert (resumed.curve, resumed.digest) == (whole.curve, whole.digest)
+
+
+# ---- damage and repair
+
+
+def damage(run: Path, line: int) -> bytes:
+    """Zero a line, as a lost sector does; the sound journal."""
+    data = (run / NAME).read_bytes()
+    lines = data.splitlines(keepends=True)
+    lines[line] = b"\0" * len(lines[line])
+    (run / NAME).write_bytes(b"".join(lines))
+    return data
+
+
+def test_repair_cuts_before_the_damage_and_keeps_a_copy(trials, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert api.finetune(**trials.options, out=str(run)).digest == trials.digest
+    lines = damage(run, 6).splitlines(keepends=True)
+    damaged = (run / NAME).read_bytes()
+    for command in (["train", "--resume"], ["verify"], ["report"]):
+        assert main([*command, str(run)]) == 2
+        assert f"mezzo verify {run} --repair" in capsys.readouterr().err
+    assert (run / NAME).read_bytes() == damaged, "nothing is cut unasked"
+    assert main(["verify", str(run), "--repair", "--json"]) == 0
+    shown = capsys.readouterr()
+    cut = sum(map(len, lines[:6]))
+    assert json.loads(shown.out)["copy"] == str(run / f"journal.cut-at-{cut}")
+    assert (run / NAME).read_bytes() + (run / f"journal.cut-at-{cut}").read_bytes() == damaged
+    assert api.finetune(resume=run).digest == trials.digest
+    assert api.verify(run, repair=True).copy is None
+
+
+def test_verify_names_the_steps_it_did_not_check(trials, tmp_path):
+    run = tmp_path / "run"
+    api.finetune(**trials.options, out=str(run))
+    lines = (run / NAME).read_bytes().splitlines(keepends=True)
+    (last,) = (number for number, line in enumerate(lines) if line.startswith(b'{"step":3'))
+    (run / NAME).write_bytes(b"".join(lines[: last + 1]))
+    verified = api.verify(run)
+    assert verified.ok and (verified.steps, verified.unchecked) == (3, 1)
+    assert "step 4 comes after the last recorded digest and could not be checked" in str(verified)
+    damage(run, 2)
+    with pytest.raises(JournalError, match=r"records no digest yet.* is now in .*journal.cut-at-"):
+        api.verify(run, repair=True)
+
+
+def test_refused_resume_cuts_nothing(trials, tmp_path):
+    """With the header of another run no line fits; what cannot be continued is left as it is."""
+    for name, seed in (("run", 0), ("other", 1)):
+        api.finetune(**trials.options, seed=seed, out=str(tmp_path / name))
+    journal, other = (tmp_path / name / NAME for name in ("run", "other"))
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(other.read_bytes().splitlines(keepends=True)[0] + b"".join(lines[1:]))
+    before = journal.read_bytes()
+    with pytest.raises(JournalError, match="line 2 is damaged"):
+        api.finetune(resume=tmp_path / "run")
+    journal.write_bytes(b"".join(lines[:4])[:-9])
+    torn = journal.read_bytes()
+    with pytest.raises(ConfigError, match="cannot change"):
+        api.finetune(resume=tmp_path / "run", lr=0.5)
+    assert journal.read_bytes() == torn and len(before) > len(torn)
+    assert api.finetune(resume=tmp_path / "run").digest == trials.digest
+    (copy,) = (tmp_path / "run").glob("journal.cut-at-*")
+    assert torn.endswith(copy.read_bytes()) and copy.stat().st_size
+
+
+def test_second_creator_is_refused(tmp_path):
+    from mezzo.journal.header import Header
+    from mezzo.journal.journal import Journal
+
+    with Journal.create(tmp_path, Header()), pytest.raises(JournalError, match="holds a run already"):
+        Journal.create(tmp_path, Header())
+    assert os.listdir(tmp_path) == [NAME]
