@@ -28,8 +28,11 @@ from mezzo.cli import main
 from mezzo.drawing import Chart, Series, render_svg
 from mezzo.drawing.svg import ticks
 from mezzo.errors import RunFailed
-from mezzo.reports import live, make_server, read_run
+from mezzo.journal.header import Header
+from mezzo.journal.journal import Journal
+from mezzo.reports import live, make_server, read_run, sampling
 from mezzo.reports.charts import comparison_charts, run_charts
+from mezzo.types import StepRecord, Update
 from tests.processes import patience, reset_signals, wait_until
 
 HOSTILE = "<script>window.hacked = 1</script>\"'><img src=x onerror='window.hacked = 1'>&<b>"
@@ -143,6 +146,23 @@ def test_prefix_cache_is_reported_if_the_engine_counts_it(run, tmp_path):
     assert "1,500 tokens of 2,000 (75%)" in mezzo.report(run, out=tmp_path / "with.html").read_text()
 
 
+def test_report_samples_long_runs(tmp_path, monkeypatch):
+    """Its memory does not grow with the run; its counts are of all steps, and what it draws covers all of them."""
+    header, update = Header(config={"method": "spsa", "steps": 5000}), Update(((7, 2.0**-12),))
+    with Journal.create(tmp_path, header) as journal:
+        for step in range(5000):
+            journal.append(StepRecord(step, (1.0, 0.5), (float(step % 2),), update, 1e-3))
+    lines = ({"event": "step", "step": step, "seconds": step / 10, "spent": 8 * step + 8} for step in range(5000))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(sampling.Sample.__init__, "__defaults__", (100,))
+    run = read_run(tmp_path)
+    assert 100 <= len(run.records) <= 200 and 100 <= len(run.metrics.step_durations) <= 200
+    assert run.records[-1].step > 4900 and run.records[0].step == 0
+    assert (run.steps, run.moves, run.zero_slope_share, run.spent) == (5000, 5000, 0.5, 40_000)
+    assert run.forwards.get(1234) == pytest.approx(8 * 1234)
+    assert run_charts(run)
+
+
 def test_unfinished_and_failed_runs_have_their_own_verdicts(run, tiny_folder, tiny_data, tmp_path):
     kept = [line for line in (run / "metrics.jsonl").read_text().splitlines(True) if '"result"' not in line]
     (run / "metrics.jsonl").write_text("".join(kept))
@@ -152,7 +172,9 @@ def test_unfinished_and_failed_runs_have_their_own_verdicts(run, tiny_folder, ti
     assert read_run(run).verdict.word == "unfinished", "although its last line is new: its process is gone"
     assert f"mezzo train --resume {run}" in read_run(run).verdict.reason
     (run / "metrics.jsonl").unlink()
-    assert len(run_charts(read_run(run))) == 4, "the journal alone gives loss, slopes, zero slopes and learning rate"
+    assert len(run_charts(read_run(run))) == 5, (
+        "the journal alone gives loss, dev, slopes, zero slopes and learning rate"
+    )
     options = {"task": "sst-2", "train": tiny_data, "dev": tiny_data, "threads": 1, "space": "full", "batch_size": 8}
     with pytest.raises(RunFailed):
         mezzo.finetune(tiny_folder, **options, lr=1e10, steps=60, out=str(tmp_path / "nan"))
@@ -257,7 +279,8 @@ def test_unfinished_run_of_solve_says_how_much_of_its_budget_is_spent(solved, tm
     assert reason == f"{place}; continue with: mezzo train --resume '{run}'"
     (run / "metrics.jsonl").unlink()
     assert read_run(run).spent == spent, "the journal knows it too"
-    assert [chart.key for chart in run_charts(read_run(run))] == ["loss", "judged-loss", "gain", "step-size", "eps"]
+    charts = ["loss", "metric", "judged-loss", "gain", "step-size", "eps"]
+    assert [chart.key for chart in run_charts(read_run(run))] == charts
 
 
 def test_runs_of_both_methods_are_compared_over_example_forwards(solved, finished, tmp_path):

@@ -221,7 +221,8 @@ def export(
     target = Path(out) if out else Path(path) / kind
     position = best_step(content) if at is None else at
     engine, setup = open_run(path, position, model=model)
-    events = list(Folder(Path(path)).metrics()) if Path(path).is_dir() else []
+    noted = Folder(Path(path)).metrics() if Path(path).is_dir() else ()
+    events = [*content.events, *(event for event in noted if event.get("event") == "result")]
     try:
         EXPORTS[kind](engine, setup, target, model_card(kind, content.header, events, position, content.steps))
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -135,6 +136,22 @@ def test_journal_without_a_valid_header_is_refused(tmp_path, content):
     (tmp_path / NAME).write_bytes(content)
     with pytest.raises(JournalError, match="header"):
         read(tmp_path)
+
+
+def test_long_journals_are_read_in_little_memory(tmp_path):
+    """Replayed, too: the steps are never in memory together, and any of them is found without reading all before it."""
+    records = write_journal(tmp_path, steps=12_345)
+    tracemalloc.start()
+    try:
+        content = read(tmp_path)
+        count = sum(1 for _ in content.records)
+        tail = content.records[12_300:]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (count, content.steps, content.records[7]) == (12_345, 12_345, records[7])
+    assert tail == records[12_300:]
+    assert peak < 400_000
 
 
 def test_second_writer_is_refused(tmp_path):

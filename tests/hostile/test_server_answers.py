@@ -194,7 +194,7 @@ def test_server_that_turns_bad_ends_the_run_and_keeps_its_journal(server, traini
     honest = server.change
 
     def change(path: str, sent: bytes) -> tuple[int, dict[str, str], bytes]:
-        done = out.exists() and (out / "journal.jsonl").read_bytes().count(b"\n") > 3
+        done = (out / "journal.jsonl").exists() and (out / "journal.jsonl").read_bytes().count(b'{"step":') > 2
         return (200, {}, b"[{}]") if done and path == "/generate" else honest(path, sent)
 
     server.change = change

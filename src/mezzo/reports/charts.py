@@ -125,7 +125,7 @@ def _judged(run: RunData) -> Iterator[Chart]:
     yield _over(run, Chart("judged-loss", "loss of the judging examples", losses))
     low, high = ([g + sign * e for g, e in zip(gain, error, strict=True)] for sign in (-1, 1))
     line = Series("gain", x, gain, 2, True, low, high)
-    note = f"band: one standard error; {sum(not r.update.empty for r in steps)} of {len(run.records)} moves were taken"
+    note = f"band: one standard error; {run.moves} of {run.steps - run.skipped_steps} moves were taken"
     yield _over(run, Chart("gain", "gain of the best move", (line,), (Baseline("no gain", 0.0),), note=note))
     sizes = (("directions", "directions", 0), ("fitted", "fitted examples", 1), ("judged", "judging examples", 2))
     lines = tuple(Series(name, x, [record.notes[key] for record in steps], colour, True) for key, name, colour in sizes)
@@ -199,7 +199,7 @@ def _over(run: RunData, chart: Chart) -> Chart:
 
 def _x(run: RunData, position: int, over_forwards: bool) -> float:
     """The place of a journal position."""
-    return run.forwards.get(position, run.spent or 0.0) if over_forwards else position
+    return run.forwards.get(position) or 0.0 if over_forwards else position
 
 
 def _best(run: RunData) -> float | None:

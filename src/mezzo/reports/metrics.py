@@ -6,16 +6,17 @@ The file may be untrusted or half written: anything that is not a finite number 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mezzo.evaluation.evaluate import Evaluation
 from mezzo.method.objectives import METRICS
+from mezzo.reports.sampling import Sample
 
 Event = Mapping[str, Any]
-# Most texts of a kind, and characters of a text, that a report has.
-MAX_TEXTS, MAX_CHARACTERS = 100, 2000
+# Most texts of a kind, characters of a text, and evaluations that a report has.
+MAX_TEXTS, MAX_CHARACTERS, MAX_EVALUATIONS = 100, 2000, 200_000
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -36,27 +37,86 @@ class RunWarning:
 class Metrics:
     """What a run wrote about itself while it trained."""
 
-    def __init__(self, events: Sequence[Event]) -> None:
-        self.start, self.result, self.engine = (_last(events, name) for name in ("start", "result", "engine"))
-        # (step, seconds since the start) and (step, MiB in use)
-        self.step_times, self.memory = (_step_values(events, key) for key in ("seconds", "memory_mib"))
-        # (journal position, example-forwards up to it)
-        self.spent = [(step + 1, spent) for step, spent in _step_values(events, "spent")]
-        self.evaluations = _parse_evaluations(events, "evaluation", "dev")
-        self.zero_shot = next(iter(_parse_evaluations(events, "zero-shot", "test")), None)
+    def __init__(self, events: Iterable[Event]) -> None:
+        """Read a stream of events once."""
+        self.start: Event = {}
+        self.result: Event = {}
+        self.engine: Event = {}
+        self.evaluations: list[RecordedEvaluation] = []
+        self.zero_shot: RecordedEvaluation | None = None
+        self.warnings: list[RunWarning] = []
+        # What was noticed about the data before training.
+        self.data: list[str] = []
+        self.commands: list[str] = []
+        # What ended the run; empty if nothing did, or if it was resumed since.
+        self.failure = ""
+        self._durations, self._memory = Sample[tuple[int, float]](), Sample[tuple[int, float]]()
+        self._spent = Sample[tuple[int, float]]()
+        self._last_spent: list[tuple[int, float]] = []
+        self._before: tuple[float, float] | None = None
+        self._peak = 0.0
+        for event in events:
+            self._see(event)
         # The tested checkpoint of a finished run. Some keys of its event differ.
         tested = {**self.result, "step": self.result.get("best_step", 0), "n": self.result.get("n_test")}
         self.final = _parse_evaluation(tested, "dev" if self.result.get("tested_on") == "dev" else "test")
-        self.warnings = [
-            RunWarning(int(finite_number(e.get("step")) or 0), str(e.get("kind", "note")), _text(e))
-            for e in _all(events, "warning")[:MAX_TEXTS]
-        ]
-        # What was noticed about the data before training.
-        self.data = [_text(event) for event in _all(events, "data")[:MAX_TEXTS]]
-        self.commands = [_text(event) for event in _all(events, "command")[:MAX_TEXTS]]
-        # What ended the run; empty if nothing did, or if it was resumed since.
-        ends = [event for event in events if event.get("event") in ("failed", "start", "result")]
-        self.failure = _text(ends[-1]) if ends and ends[-1]["event"] == "failed" else ""
+
+    def _see(self, event: Event) -> None:
+        match event.get("event"):
+            case "step":
+                self.result = {}  # one that is followed by further steps no longer counts
+                self._see_step(event)
+            case "start":
+                self.start, self.failure = event, ""
+            case "result":
+                self.result, self.failure = event, ""
+            case "failed":
+                self.failure = _text(event)
+            case "engine":
+                self.engine = event
+            case "evaluation" if (found := _parse_evaluation(event, "dev")) and len(self.evaluations) < MAX_EVALUATIONS:
+                self.evaluations.append(found)
+            case "zero-shot":
+                self.zero_shot = self.zero_shot or _parse_evaluation(event, "test")
+            case "warning" if len(self.warnings) < MAX_TEXTS:
+                step = int(finite_number(event.get("step")) or 0)
+                self.warnings.append(RunWarning(step, str(event.get("kind", "note"))[:MAX_CHARACTERS], _text(event)))
+            case "data" if len(self.data) < MAX_TEXTS:
+                self.data.append(_text(event))
+            case "command" if len(self.commands) < MAX_TEXTS:
+                self.commands.append(_text(event))
+
+    def _see_step(self, event: Event) -> None:
+        step, seconds, memory, spent = (
+            finite_number(event.get(key)) for key in ("step", "seconds", "memory_mib", "spent")
+        )
+        if step is None:
+            return
+        if seconds is not None:
+            if self._before and step == self._before[0] + 1 and seconds > self._before[1]:
+                self._durations.add((int(step), seconds - self._before[1]))
+            self._before = step, seconds
+        if memory is not None:
+            self._memory.add((int(step), memory))
+            self._peak = max(self._peak, memory)
+        if spent is not None:
+            self._spent.add(last := (int(step) + 1, spent))
+            self._last_spent = [last]
+
+    @property
+    def memory(self) -> list[tuple[int, float]]:
+        """(step, MiB in use)."""
+        return self._memory.items
+
+    @property
+    def spent(self) -> list[tuple[int, float]]:
+        """(journal position, example-forwards up to it)."""
+        return self._spent.items + self._last_spent
+
+    @property
+    def step_durations(self) -> list[tuple[int, float]]:
+        """(step, seconds) of each step whose predecessor was recorded too."""
+        return self._durations.items
 
     @property
     def majority(self) -> float | None:
@@ -66,13 +126,7 @@ class Metrics:
     @property
     def peak_memory(self) -> float | None:
         recorded = finite_number(self.result.get("memory_mib"))
-        return recorded or max((mib for _, mib in self.memory), default=None)
-
-    @property
-    def step_durations(self) -> list[tuple[int, float]]:
-        """(step, seconds) of each step whose predecessor was recorded too."""
-        pairs = zip(self.step_times, self.step_times[1:], strict=False)
-        return [(step, end - start) for (before, start), (step, end) in pairs if step == before + 1 and end > start]
+        return recorded or self._peak or None
 
 
 def finite_number(value: Any) -> float | None:
@@ -80,11 +134,6 @@ def finite_number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if math.isfinite(value) else None
-
-
-def _parse_evaluations(events: Sequence[Event], name: str, split: str) -> list[RecordedEvaluation]:
-    parsed = (_parse_evaluation(event, split) for event in _all(events, name))
-    return [evaluation for evaluation in parsed if evaluation is not None]
 
 
 def _parse_evaluation(event: Event, split: str) -> RecordedEvaluation | None:
@@ -101,23 +150,3 @@ def _parse_evaluation(event: Event, split: str) -> RecordedEvaluation | None:
 
 def _text(event: Event) -> str:
     return str(event.get("text", ""))[:MAX_CHARACTERS]
-
-
-def _all(events: Sequence[Event], name: str) -> list[Event]:
-    return [event for event in events if event.get("event") == name]
-
-
-def _last(events: Sequence[Event], name: str) -> Event:
-    """The last event of that name, or an empty one; a result followed by further steps no longer counts."""
-    last: Event = {}
-    for event in events:
-        if event.get("event") == name:
-            last = event
-        elif name == "result" and event.get("event") == "step":
-            last = {}
-    return last
-
-
-def _step_values(events: Sequence[Event], key: str) -> list[tuple[int, float]]:
-    values = [(finite_number(event.get("step")), finite_number(event.get(key))) for event in _all(events, "step")]
-    return [(int(step), value) for step, value in values if step is not None and value is not None]

@@ -7,15 +7,17 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from mezzo.evaluation.evaluate import rank
-from mezzo.journal.content import read
+from mezzo.journal.content import Content, read
 from mezzo.journal.header import Header
 from mezzo.journal.journal import is_in_use
 from mezzo.journal.lines import EVENTS
 from mezzo.reports.metrics import Metrics, RecordedEvaluation, finite_number
+from mezzo.reports.sampling import Sample, Totals
 from mezzo.runs.folder import METRICS, Folder
 from mezzo.runs.progress import RunProgress, replay_progress
 from mezzo.runs.verdict import Verdict, parse_verdict
@@ -32,8 +34,12 @@ class RunData:
     header: Header
     steps: int
     records: Sequence[StepRecord]
-    """The steps with finite numbers."""
-    forwards: Mapping[int, float]
+    """The steps with finite numbers; of a long run, a sample of them."""
+    skipped_steps: int
+    moves: int
+    """Steps that moved the weights."""
+    zero_slope_share: float
+    forwards: Totals
     """Example-forwards of training up to a journal position, where they are known."""
     metrics: Metrics
     mistakes: Sequence[Mapping[str, Any]]
@@ -89,19 +95,6 @@ class RunData:
         return [sum(record.losses) / len(record.losses) for record in self.records]
 
     @property
-    def skipped_steps(self) -> int:
-        return self.steps - len(self.records)
-
-    @property
-    def moves(self) -> int:
-        """Steps that moved the weights."""
-        return sum(not record.update.empty for record in self.records)
-
-    @property
-    def zero_slope_share(self) -> float:
-        return sum(not any(record.slopes) for record in self.records) / max(1, len(self.records))
-
-    @property
     def speed(self) -> float | None:
         """Steps per second, as the terminal says it: by the recent steps."""
         return self.progress.steps_per_second or None
@@ -126,15 +119,24 @@ def read_run(path: str | Path) -> RunData:
     """Read a run folder."""
     folder = Folder.open(path)
     journal = read(folder.path)
-    events = [*journal.events, *(e for e in folder.metrics() if e.get("event") not in EVENTS)]
+    events = chain(journal.events, (event for event in folder.metrics() if event.get("event") not in EVENTS))
     metrics, running = Metrics(events), is_in_use(folder.path)
+    records, moves, zero_slopes = Sample[StepRecord](), 0, 0
+    for record in journal.records:
+        if record.losses and all(map(math.isfinite, (*record.losses, *record.slopes, record.lr))):
+            records.add(record)
+            moves += not record.update.empty
+            zero_slopes += not any(record.slopes)
     return RunData(
         path=folder.path,
         config=folder.read_config() or journal.header.config,
         header=journal.header,
         steps=journal.steps,
-        records=[r for r in journal.records if r.losses and all(map(math.isfinite, (*r.losses, *r.slopes, r.lr)))],
-        forwards=_count_forwards(journal.records, metrics),
+        records=records.items,
+        skipped_steps=journal.steps - records.count,
+        moves=moves,
+        zero_slope_share=zero_slopes / max(1, records.count),
+        forwards=_count_forwards(journal, metrics),
         metrics=metrics,
         mistakes=folder.mistakes(),
         running=running,
@@ -142,15 +144,20 @@ def read_run(path: str | Path) -> RunData:
     )
 
 
-def _count_forwards(records: Sequence[StepRecord], metrics: Metrics) -> dict[int, float]:
-    """By journal position: what the metrics say, else what the records do, else as many as the step before; empty if neither
-    says anything."""
-    said, found = dict(metrics.spent), {0: 0.0}
-    for record in records:
-        before = found.get(record.step, 0.0)
-        total = said.get(record.step + 1, before + record.notes.get("forwards", 0.0))
-        found[record.step + 1] = total if math.isfinite(total) else before
-    return found if any(found.values()) else {}
+def _count_forwards(journal: Content, metrics: Metrics) -> Totals:
+    """What the metrics and the evaluations say, else what the records do."""
+    said = dict(metrics.spent)
+    said |= {
+        event["step"]: spent for event in journal.events if (spent := finite_number(event.get("spent"))) is not None
+    }
+    known, last, total = Sample[tuple[int, float]](), {0: 0.0}, 0.0
+    for record in journal.records:
+        forwards = record.notes.get("forwards", math.nan)
+        total = said.get(record.step + 1, total + forwards if math.isfinite(forwards) else total)
+        if math.isfinite(forwards):
+            known.add((record.step + 1, total))
+            last = {record.step + 1: total}
+    return Totals({0: 0.0, **dict(known.items), **last, **said})
 
 
 def _seconds_since_written(path: Path) -> float:

@@ -15,7 +15,7 @@ from mezzo.engines.base import Engine, Workers
 from mezzo.errors import ConfigError, DataError, JournalError
 from mezzo.evaluation.rewards import Reward
 from mezzo.journal.atomic_files import remove_leftovers
-from mezzo.journal.content import read
+from mezzo.journal.content import MAX_NOTES, read
 from mezzo.journal.header import Header
 from mezzo.journal.journal import Journal
 from mezzo.method import noise, rounding
@@ -51,6 +51,8 @@ EVALUATION_SHARE = 8
 SMALL_JUMP = 0.02
 # What must be named again where it contacts other machines.
 CONTACTING = tuple(name for name, option in OPTIONS.items() if option.contacts)
+# Beside each evaluation there may be a mark.
+MAX_EVALUATIONS = MAX_NOTES // 2
 # The user's own objective, given in Python.
 Function = ObjectiveFunction | Reward
 
@@ -271,6 +273,12 @@ def _make_trainer(
 
 def _make_limits(setup: Setup) -> Limits:
     config, budget = setup.config, parse_budget(setup.config.budget)
+    looks = (config.steps or math.inf) / config.eval_every if config.eval_every else 0
+    if math.isfinite(looks) and looks > MAX_EVALUATIONS:
+        raise ConfigError(
+            f"--eval-every {config.eval_every} would evaluate {looks:,.0f} times, and a journal holds {MAX_EVALUATIONS:,}: "
+            "evaluate less often"
+        )
     return Limits(
         steps=config.steps or math.inf,
         forwards=budget.forwards,
