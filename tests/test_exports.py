@@ -161,11 +161,11 @@ def test_compact_journal_and_base_model_rebuild_the_model_elsewhere(run, tmp_pat
 def test_compact_journal_stores_the_best_step(run, tmp_path):
     content = api.open_journal(mezzo.export(run.out, "journal", tmp_path / "j.mezzo"))
     assert content.best == run.best_step
-    assert api.best_step(tmp_path / "j.mezzo", content) == run.best_step
+    assert api.best_step(content) == run.best_step
     for invalid in (-1, 10**9, "3", None, [1]):
         header = {**read_compact_header(tmp_path / "j.mezzo"), "best": invalid}
         (tmp_path / "changed.mezzo").write_bytes(replace_compact_header(tmp_path / "j.mezzo", header))
-        assert api.best_step(tmp_path / "changed.mezzo", api.open_journal(tmp_path / "changed.mezzo")) == content.steps
+        assert api.best_step(api.open_journal(tmp_path / "changed.mezzo")) == content.steps
 
 
 def test_merged_model_keeps_the_default_settings_of_the_bundled_model(tmp_path, capsys):
