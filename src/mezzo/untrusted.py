@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -40,7 +41,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
     if path.exists() and not path.is_file():
         raise ValueError("it is not a file")
     with path.open("rb") as file:
-        data = file.read(limit + 1)
+        data = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)
     if len(data) > limit:
         raise ValueError(f"it has more than {limit:,} bytes")
     return data
