@@ -40,7 +40,7 @@ HELD_OUT_MARGIN = 0.5
 # The root mean square by which a probe should change logits. Smaller changes drown in rounding, larger ones are not linear.
 WANTED_CHANGE = {"float32": 0.1, "bfloat16": 0.3, "float16": 0.2}
 # The moves of so many steps before are directions too.
-LAST_MOVES = 2
+LAST_MOVES = 4
 # The run ends when so many steps together gain no more than chance, or than this share of the loss. They triple what was spent.
 LAST_STEPS, LEAST_GAIN = 8, 0.01
 
