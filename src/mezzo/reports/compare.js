@@ -74,7 +74,8 @@ document.addEventListener("pointermove", (event) => {
   tip.textContent = near.map(({ point }) => point.querySelector("title").textContent).join("\n");
   const room = document.documentElement.clientWidth - tip.offsetWidth - 8;
   tip.style.left = `${Math.max(8, Math.min(event.clientX + 12, room))}px`;
-  tip.style.top = `${event.clientY + 14}px`;
+  const below = event.clientY + 14, fits = below + tip.offsetHeight < innerHeight;
+  tip.style.top = `${fits ? below : event.clientY - tip.offsetHeight - 14}px`;
 });
 new MutationObserver((changes) => {
   if (changes.some((change) => [...change.addedNodes].some((node) => node.tagName === "MAIN"))) apply();

@@ -19,7 +19,7 @@ from mezzo.journal.content import NAME as JOURNAL
 from mezzo.reports.html import plain_text
 from mezzo.reports.metrics import finite_number
 from mezzo.reports.run_data import RunData, read_run
-from mezzo.runs.folder import Folder
+from mezzo.runs.folder import Folder, holds_run
 from mezzo.untrusted import printable
 
 # Runs that differ only in these have the same setting.
@@ -92,7 +92,9 @@ class Comparison:
     def differing(self) -> dict[str, list[str]]:
         """The options in which the runs differ, seeds aside, with every run's value."""
         names = dict.fromkeys(name for run in self.runs for name in run.config)
-        values = {name: [_value(run.config.get(name)) for run in self.runs] for name in names}
+        # A run from before an option existed had what is now its default.
+        usual = {name: option.default for name, option in OPTIONS.items()}
+        values = {name: [_value(run.config.get(name, usual.get(name))) for run in self.runs] for name in names}
         left_out = {*SEEDS, *IRRELEVANT}
         return {name: texts for name, texts in values.items() if name not in left_out and len(set(texts)) > 1}
 
@@ -172,7 +174,7 @@ def _runs_below(path: Path, depth: int) -> list[Path]:
         return []
     inside = sorted(each for each in path.iterdir() if not each.name.startswith("."))
     folders = [each for each in inside if each.is_dir() and not each.is_symlink()]
-    return [run for each in folders for run in ([each] if _is_run(each) else _runs_below(each, depth - 1))]
+    return [run for each in folders for run in ([each] if holds_run(each) else _runs_below(each, depth - 1))]
 
 
 def _figures(run: RunData) -> dict[str, Any]:
