@@ -36,7 +36,6 @@ from tests.processes import patience
 ROOT = Path(__file__).parents[2]
 
 PICKLING_MODULES = (
-    "engines/sglang/inprocess/channel.py",
     "engines/sglang/server/replica.py",
     "parallel/messages.py",
 )

@@ -8,7 +8,6 @@ import time
 import numpy as np
 import pytest
 
-from mezzo.engines.sglang import token_rows
 from mezzo.engines.sglang.token_rows import MIN_SHARED_TOKENS
 from mezzo.method.space import Space
 from mezzo.types import Batch, MicroBatch, Probe
@@ -99,12 +98,6 @@ def test_scores_do_not_depend_on_micro_batches_or_order(engines):
         ours.micro_batch = micro_batch
 
 
-def resident_adapters(worker):
-    """Names of the adapters in SGLang's pool."""
-    manager = worker.scheduler.tp_worker.model_runner.lora_manager
-    return [manager.lora_refs[uid].lora_name for uid in manager.memory_pool.uid_to_buffer_id if uid is not None]
-
-
 def test_evicted_adapters_are_written_again(engines):
     """Other adapters evict mezzo's from SGLang's pool; SGLang would reload the zeros they were loaded with."""
     import torch
@@ -121,7 +114,7 @@ def test_evicted_adapters_are_written_again(engines):
         ours.engine.generate(
             input_ids=[[5, 6, 7]], sampling_params={"max_new_tokens": 1, "temperature": 0}, lora_path=[name]
         )
-    assert not set(ours.channel.call(resident_adapters)) & set(ours.adapters), "they must have been evicted"
+    assert not set(ours.channel.call("resident_adapters")) & set(ours.adapters), "they must have been evicted"
     assert distance(score_by_requests(ours, batch, PAIR), expected) < TOLERANCE
     np.testing.assert_array_equal(ours.score(batch, PAIR), expected)
     for name in others:
@@ -133,15 +126,11 @@ def test_evicted_adapters_are_written_again(engines):
 DEMONSTRATIONS = tokens(np.random.default_rng(8), 240, 241)
 
 
-def set_min_shared_tokens(worker, count):
-    token_rows.MIN_SHARED_TOKENS = count
-
-
 def test_shared_prefix_is_computed_once_per_probe(engines):
     ours, batch = engines[0], words_batch(16, prefix=DEMONSTRATIONS)
     results = {}
     for share in (False, True):
-        ours.channel.call(set_min_shared_tokens, count=MIN_SHARED_TOKENS if share else 10**9)
+        ours.channel.call("set_min_shared_tokens", count=MIN_SHARED_TOKENS if share else 10**9)
         ours.score(batch, PAIR)
         before, start = ours.token_counts, time.perf_counter()
         results[share] = ours.score(batch, PAIR), time.perf_counter() - start

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mezzo.engines.sglang.inprocess.worker import Worker
 from mezzo.method.estimators import Spsa
 from mezzo.method.objectives import get_objective
 from mezzo.method.space import Space
@@ -56,6 +55,6 @@ def test_two_ranks_find_the_slopes_of_one_over_200_steps(engines):
 
 def test_all_ranks_hold_the_same_factors(engines):
     """LoRA factors are replicated; if noise were drawn per rank, they would diverge."""
-    first, second = engines[0].channel.call_all(Worker.state)
+    first, second = engines[0].channel.call_all("state")
     assert [p.name for p in first] == [p.name for p in second]
     assert all((a.values == b.values).all() for a, b in zip(first, second, strict=True))

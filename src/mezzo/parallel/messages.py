@@ -95,7 +95,8 @@ def parse_reply(data: bytes) -> Reply:
     reply = deserialize(data)
     if isinstance(reply, Failure):
         raise reply.to_exception()
-    assert isinstance(reply, Reply)
+    if not isinstance(reply, Reply):
+        raise RunFailed("a worker sent an invalid reply; the journal holds the run up to here")
     return reply
 
 

@@ -140,7 +140,8 @@ class Supervisor:
         self, worker: WorkerHandle, kind: RequestKind, arguments: tuple[Any, ...], timeout: float, tag: Any = None
     ) -> None:
         """Send an idle worker the updates it lacks and a request; it is replaced if it turns out to be lost."""
-        assert worker.is_idle
+        if not worker.is_idle:
+            raise RuntimeError(f"worker {worker.number} is busy")
         data = self.log.request(worker.position or 0, kind, arguments)
         worker.request, worker.tag, worker.timeout, worker.sent_at = kind, tag, timeout, time.monotonic()
         worker.position = len(self.log)
@@ -160,7 +161,8 @@ class Supervisor:
             self.stats.add_bytes(len(data), worker.request)
             try:
                 reply = deserialize(data)
-                assert isinstance(reply, (Reply, Failure))
+                if not isinstance(reply, (Reply, Failure)):
+                    raise TypeError
             except Exception:  # whatever these bytes are, they are not a reply
                 self.replace_worker(worker, "sent an invalid reply")
                 continue

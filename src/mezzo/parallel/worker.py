@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.engines.base import Engine, EngineSpec
-from mezzo.errors import JournalError, MezzoError
+from mezzo.errors import JournalError, MezzoError, RunFailed
 from mezzo.parallel.messages import UNIT_WORK, Failure, Reply, Request, WorkerFacts, WorkerSpec, deserialize, serialize
 from mezzo.replay.replay import replay
 from mezzo.replay.snapshots import Snapshots
@@ -107,7 +107,8 @@ class WorkerServer:
             number = message.number if self.number is None else self.number
             self.worker = Worker(dataclasses.replace(message, number=number))
             return self.worker.facts()
-        assert self.worker is not None
+        if self.worker is None:
+            raise RunFailed("a worker was asked to compute before its engine was loaded")
         return self.worker.compute(message)
 
     def close(self) -> None:

@@ -21,6 +21,13 @@ from mezzo.parallel.transports.base import WorkerConnection, WorkerLost
 
 # Seconds after which a worker that stops in the middle of a message counts as lost: it must not block the driver.
 MESSAGE_TIMEOUT = 20
+# Seconds for the process starter to import everything and fork; one that is stuck is replaced.
+STARTER_TIMEOUT = 300
+# Seconds that workers have to end by themselves when their driver has ended.
+GRACE_SECONDS = 30
+
+
+STARTER = "mezzo.parallel.transports.process_starter"
 
 
 class ProcessConnection:
@@ -93,11 +100,12 @@ class ProcessTransport:
 class _ProcessStarter:
     def __init__(self) -> None:
         self.socket, starter_end = socket.socketpair()
+        self.socket.settimeout(STARTER_TIMEOUT)
         # Looking for GPUs must not initialise CUDA: a forked process could not use it then.
         environment = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         with starter_end:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "mezzo.parallel.transports.process_starter", str(starter_end.fileno())],
+                [sys.executable, "-m", STARTER, str(starter_end.fileno()), str(GRACE_SECONDS)],
                 pass_fds=[starter_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # standard output belongs to the driver's result

@@ -7,7 +7,6 @@ answer; otherwise an error on any rank but the first would be lost.
 from __future__ import annotations
 
 import contextlib
-import pickle
 import shutil
 import tempfile
 import traceback
@@ -15,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mezzo.engines.sglang.inprocess import wire
 from mezzo.errors import MezzoError, RunFailed
 from mezzo.types import Update
 
@@ -32,15 +32,15 @@ class Channel:
         of their own would cost a step half a millisecond or more."""
         self.folder = Path(tempfile.mkdtemp(prefix="mezzo-", dir=MEMORY if MEMORY.is_dir() else None))
 
-    def call(self, function: Callable[..., Any], **values: Any) -> Any:
-        """The first rank's answer to a call of `function`, a method of its worker."""
-        return self.call_all(function, **values)[0]
+    def call(self, method: str, **values: Any) -> Any:
+        """The first rank's answer to a call of a method of its worker."""
+        return self.call_all(method, **values)[0]
 
-    def call_all(self, function: Callable[..., Any], **values: Any) -> list[Any]:
+    def call_all(self, method: str, **values: Any) -> list[Any]:
         """The answers of all ranks; an error on any of them is raised."""
         self.count += 1
         request = self.folder / f"{self.count}.request"
-        request.write_bytes(pickle.dumps((function, values, tuple(self.pending_updates)), protocol=5))
+        request.write_bytes(wire.encode((method, values, tuple(self.pending_updates))))
         self.pending_updates.clear()
         try:
             self.rpc(METHOD, request=str(request))
@@ -54,7 +54,7 @@ class Channel:
         path = answer_path(request, rank)
         if not path.is_file():
             raise RunFailed(f"SGLang's worker {rank} did not answer; its log says why. The run can be resumed")
-        error, value = pickle.loads(path.read_bytes())
+        error, value = wire.decode(path.read_bytes())
         path.unlink()
         if isinstance(error, MezzoError):
             raise error
@@ -66,19 +66,19 @@ class Channel:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-Handler = Callable[[Callable[..., Any], dict[str, Any], tuple[Update, ...]], Any]
+Handler = Callable[[str, dict[str, Any], tuple[Update, ...]], Any]
 
 
 def answer_request(request: Path, rank: int, handler: Handler) -> None:
     """A worker's end: do what the message says and leave the result, or the error, beside it."""
     try:
-        reply: tuple[Any, Any] = ("", handler(*pickle.loads(request.read_bytes())))
+        reply: tuple[Any, Any] = ("", handler(*wire.decode(request.read_bytes())))
     except MezzoError as error:
         reply = (error, None)
     except Exception as error:  # any error must reach the driver, not only SGLang's log
         reply = (f"{type(error).__name__}: {error}", traceback.format_exc())
     with contextlib.suppress(FileNotFoundError):
-        answer_path(request, rank).write_bytes(pickle.dumps(reply, protocol=5))
+        answer_path(request, rank).write_bytes(wire.encode(reply))
 
 
 def answer_path(request: Path, rank: int) -> Path:

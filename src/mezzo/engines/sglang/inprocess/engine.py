@@ -13,7 +13,6 @@ from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD
 from mezzo.engines.sglang.base import SGLangEngine
 from mezzo.engines.sglang.inprocess import launch
 from mezzo.engines.sglang.inprocess.channel import Channel
-from mezzo.engines.sglang.inprocess.worker import Worker
 from mezzo.engines.sglang.requests import generation_body
 from mezzo.engines.sglang.support import refuse_space
 from mezzo.engines.sglang.tensor_parts import Array, assemble_tensors
@@ -35,7 +34,7 @@ class InProcessEngine(SGLangEngine):
             if self.adapter_shape is not None:
                 launch.load_zero_adapters(self.engine, self.adapter_shape, self.facts, self.adapters)
             launch.install_sigquit_handler()
-            self.channel.call(Worker.open, spec=spec, facts=self.facts, adapters=self.adapters)
+            self.channel.call("open", spec=spec, facts=self.facts, adapters=self.adapters)
             if self.adapter_shape is not None and self.digest() != self.facts.initial_digest:
                 raise ModelError(
                     "SGLang's copy of the trained tensors differs from the checkpoint's; it cannot be trained"
@@ -47,7 +46,7 @@ class InProcessEngine(SGLangEngine):
     def score(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
         """scores[P, B, C], by one call into the workers."""
         scores, token_counts = self.channel.call(
-            Worker.score,
+            "score",
             batch=batch,
             probes=tuple(probes),
             rows=self.micro_batch.rows,
@@ -69,20 +68,20 @@ class InProcessEngine(SGLangEngine):
 
     def request_at(self, probe: Probe, body: Mapping[str, Any]) -> list[Any]:
         """SGLang's answers to a request at a probe; the prefix cache is emptied before and after."""
-        (adapter,) = self.channel.call(Worker.write_probes, probes=(probe,))
+        (adapter,) = self.channel.call("write_probes", probes=(probe,))
         names = [self.adapters[0] if adapter else None] * len(body["input_ids"])
         answers = self.engine.generate(**body, lora_path=names)
-        while not self.channel.call(Worker.flush_cache):  # SGLang may not have finished the last request yet
+        while not self.channel.call("flush_cache"):  # SGLang may not have finished the last request yet
             time.sleep(0.005)
         launch.install_sigquit_handler()
         return list(answers)
 
     def state(self) -> dict[str, Array]:
-        return assemble_tensors(self.trained, self.channel.call_all(Worker.state))
+        return assemble_tensors(self.trained, self.channel.call_all("state"))
 
     def load_state(self, tensors: Mapping[str, Array]) -> None:
         super().load_state(tensors)
-        self.channel.call_all(Worker.load, tensors=dict(tensors))
+        self.channel.call_all("load", tensors=dict(tensors))
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.microbatch import empty_scores
+from mezzo.engines.sglang import token_rows as token_rows_module
 from mezzo.engines.sglang.inprocess.adapter_slots import AdapterSlots
 from mezzo.engines.sglang.inprocess.forward import Forward, ServedProbe
 from mezzo.engines.sglang.inprocess.weights import WEIGHTS, WorkerWeights
 from mezzo.engines.sglang.model_facts import ModelFacts
 from mezzo.engines.sglang.tensor_parts import Array, TensorPart
 from mezzo.engines.sglang.token_rows import TokenCounts, token_rows, write_scores
+from mezzo.errors import RunFailed
 from mezzo.types import Batch, Probe, Scores, Update
+
+# The methods that the driver may call.
+CALLS = ("open", "score", "write_probes", "state", "load", "flush_cache", "resident_adapters", "set_min_shared_tokens")
 
 
 class Worker:
@@ -28,12 +33,13 @@ class Worker:
         self.weights: WorkerWeights | None = None
 
     @torch.no_grad()
-    def handle(self, function: Callable[..., Any], values: Mapping[str, Any], updates: Sequence[Update]) -> Any:
-        """Apply the pending updates, then call a function with this worker."""
+    def handle(self, method: str, values: Mapping[str, Any], updates: Sequence[Update]) -> Any:
+        """Apply the pending updates, then call a method of this worker."""
         if updates:
-            assert self.weights is not None
-            self.weights.apply(updates)
-        return function(self, **values)
+            self._trained().apply(updates)
+        if method not in CALLS:
+            raise ValueError(f"{method!r} is not a call of mezzo")
+        return getattr(self, method)(**values)
 
     def open(self, spec: EngineSpec, facts: ModelFacts, adapters: Sequence[str]) -> None:
         """Create the trained tensors. In a space that SGLang cannot train, there are none and the base model is scored."""
@@ -70,8 +76,21 @@ class Worker:
         return [] if self.weights is None else self.weights.state()
 
     def load(self, tensors: Mapping[str, Array]) -> None:
-        assert self.weights is not None
-        self.weights.load(tensors)
+        self._trained().load(tensors)
+
+    def resident_adapters(self) -> list[str]:
+        """Names of the adapters in SGLang's pool."""
+        manager = self.scheduler.tp_worker.model_runner.lora_manager
+        return [manager.lora_refs[uid].lora_name for uid in manager.memory_pool.uid_to_buffer_id if uid is not None]
+
+    def set_min_shared_tokens(self, count: int) -> None:
+        """Compute the beginning that all prompts have in common only once from this many tokens on."""
+        token_rows_module.MIN_SHARED_TOKENS = count
+
+    def _trained(self) -> WorkerWeights:
+        if self.weights is None:
+            raise RunFailed("SGLang's processes hold no trained tensors")
+        return self.weights
 
     def flush_cache(self) -> bool:
         """Empty the prefix cache; False while requests are still running."""
