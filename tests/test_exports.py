@@ -63,6 +63,32 @@ def test_model_card_has_the_runs_figures_and_code_that_loads(run, tmp_path, capf
     assert "after 0 steps" in (at_zero / "README.md").read_text()
 
 
+def test_pushed_model_has_its_figures_in_the_metadata(run, tmp_path, monkeypatch, capsys):
+    from huggingface_hub import HfApi, ModelCard
+
+    asked = []
+
+    def upload(self, repo_id, folder_path, commit_message):
+        shutil.copytree(folder_path, tmp_path / "hub")
+        asked.append((repo_id, commit_message))
+
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, name, private, exist_ok: f"https://hub/{name}?{private}")
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+    assert main(["export", run.out, "adapter", "--push", "me/mine", "--private"]) == 0
+    assert capsys.readouterr().out == "pushed to https://hub/me/mine?True\n"
+    assert asked == [("me/mine", "mezzo export adapter")]
+    assert (tmp_path / "hub" / "adapter_model.safetensors").is_file()
+    results = ModelCard.load(tmp_path / "hub" / "README.md").data.eval_results
+    assert {(r.metric_type, r.metric_value, r.metric_name, r.dataset_name) for r in results} == {
+        ("accuracy", run.value, "accuracy on dev", "sst-2")
+    }
+    monkeypatch.undo()
+    assert main(["export", run.out, "adapter", "--push", "not a name"]) == 1
+    assert re.match(r"mezzo: not a name was not pushed: .+; the run itself is as it was\n$", capsys.readouterr().err)
+    assert main(["export", run.out, "journal", "--push", "me/mine"]) == 2
+    assert main(["export", run.out, "model", "--push", "me/mine", "--out", "here"]) == 2
+
+
 def test_prefix_model_card_has_code_that_loads(tiny_folder, tiny_data, tmp_path):
     options = {"task": "sst-2", "train": tiny_data, "dev": tiny_data, "threads": 1, "batch_size": 4, "space": "prefix"}
     run = mezzo.finetune(tiny_folder, **options, steps=2, out=str(tmp_path / "run"))

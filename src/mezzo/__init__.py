@@ -15,6 +15,7 @@ _LAZY = {
     "evaluate": "mezzo.api",
     "predict": "mezzo.api",
     "export": "mezzo.api",
+    "push_to_hub": "mezzo.api",
     "verify": "mezzo.api",
     "report": "mezzo.api",
     "sweep": "mezzo.many_runs",
@@ -29,6 +30,7 @@ _LAZY = {
     "Task": "mezzo.tasks",
     "MeZOTrainer": "mezzo.runs.trainer",
     "MeZOMLMTrainer": "mezzo.mlm",
+    "MezzoTrainer": "mezzo.hf_trainer",
     "mezo_mlm_finetune": "mezzo.mlm",
     "text_reward": "mezzo.evaluation.rewards",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -13,7 +14,7 @@ from mezzo import reports
 from mezzo.config import OPTIONS, RunConfig, from_file, from_mapping
 from mezzo.engines.base import Engine
 from mezzo.engines.hf_hub import family_of, load_config
-from mezzo.errors import ConfigError, DataError, JournalError
+from mezzo.errors import ConfigError, DataError, JournalError, RunFailed
 from mezzo.evaluation.evaluate import Evaluation, refuse_nan
 from mezzo.journal.compact import export_compact
 from mezzo.journal.content import NAME as JOURNAL
@@ -228,6 +229,32 @@ def export(
     finally:
         engine.close()
     return target
+
+
+def push_to_hub(
+    run: str | Path,
+    name: str,
+    kind: str = "model",
+    *,
+    at: int | None = None,
+    model: str | None = None,
+    private: bool = False,
+) -> str:
+    """Export a run and upload it to the Hugging Face Hub as `name`; the card's metadata has the figures. Returns its address."""
+    from huggingface_hub import HfApi
+
+    if kind not in ("model", "adapter"):
+        raise ConfigError(f"a model or an adapter can be pushed, not {kind!r}")
+    with tempfile.TemporaryDirectory() as folder:
+        exported = export(run, kind, Path(folder) / kind, at, model)
+        try:
+            hub = HfApi()
+            address = hub.create_repo(name, private=private, exist_ok=True)
+            hub.upload_folder(repo_id=name, folder_path=exported, commit_message=f"mezzo export {kind}")
+        except (OSError, ValueError, RuntimeError) as error:  # no token, no network, a name that is none
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise RunFailed(f"{name} was not pushed: {reason[:300]}; the run itself is as it was") from None
+    return str(address)
 
 
 # ---- using a model

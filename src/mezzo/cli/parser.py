@@ -135,6 +135,8 @@ COMMANDS = {
             BASE_MODEL,
             Argument("kind", "adapter, model or journal", metavar="KIND"),
             Argument("--out", "where to [inside the run folder]", metavar="PATH"),
+            Argument("--push", "upload it to the Hugging Face Hub under this name instead, with its figures", metavar="NAME"),
+            Argument("--private", "with --push: let nobody else see it", action="store_true"),
             AT,
         ),
     ),

@@ -23,7 +23,9 @@ def model_card(kind: str, header: Header, events: Sequence[Mapping[str, Any]], s
     config, task = header.config, header.task
     how, passes = ("MeZO", "forward passes only") if header.rebuilds else ("AdamW", "gradients")
     lines = [
-        *_front("mezzo" if config["space"] == "prefix" else LIBRARY[kind], str(config["model"])),
+        *_front(
+            "mezzo" if config["space"] == "prefix" else LIBRARY[kind], str(config["model"]), _index(task, events, step)
+        ),
         f"# {_quote(task['name'])}: {_quote(_short(str(config['model'])))} after {step} steps of {how}",
         "",
         f"Fine-tuned with {passes} by mezzo {__version__}: {_quote(config['space'])} trained on the task "
@@ -48,18 +50,41 @@ def model_card(kind: str, header: Header, events: Sequence[Mapping[str, Any]], s
     return "\n".join(lines)
 
 
-def _front(library: str, model: str) -> list[str]:
+def _front(library: str, model: str, index: list[str]) -> list[str]:
     """What a model hub reads; a folder of this machine is not named there."""
     ours = os.path.isabs(model) or model.startswith((".", BUNDLED))
     known = [] if ours else [f"base_model: {json.dumps(_short(model))}"]
-    return ["---", f"library_name: {library}", *known, "tags: [mezo, zeroth-order, mezzo]", "---", ""]
+    return ["---", f"library_name: {library}", *known, "tags: [mezo, zeroth-order, mezzo]", *index, "---", ""]
+
+
+def _index(task: Mapping[str, Any], events: Sequence[Mapping[str, Any]], step: int) -> list[str]:
+    """The figures of this checkpoint as a hub reads them; what the journal says is quoted as JSON, which YAML reads."""
+    found = [e for e in _tested(events, step) if e is not None]
+    metrics = [
+        {"type": str(e.get("metric")), "value": e["value"], "name": f"{e.get('metric')} on {e.get('tested_on', 'dev')}"}
+        for e in found
+    ]
+    if not metrics:
+        return []
+    kind = "text-generation" if task.get("kind") == "generation" else "text-classification"
+    data = {"name": str(task["name"]), "type": str(task["name"])}
+    result = {"task": {"type": kind}, "dataset": data, "metrics": metrics}
+    return [f"model-index: {printable(json.dumps([{'name': str(task['name']), 'results': [result]}]))}"]
+
+
+def _tested(
+    events: Sequence[Mapping[str, Any]], step: int
+) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+    """The run's test of this checkpoint, and its evaluation on dev."""
+    figures = [e for e in events if _sound(e)]
+    dev = next((e for e in figures if e["event"] == "evaluation" and e.get("step") == step), None)
+    result = next((e for e in reversed(figures) if e["event"] == "result" and e.get("best_step") == step), None)
+    return result, dev if result is None or result.get("tested_on") != "dev" else None
 
 
 def _results(events: Sequence[Mapping[str, Any]], step: int) -> list[str]:
-    figures = [e for e in events if _sound(e)]
-    zero = next((e for e in figures if e["event"] == "zero-shot"), None)
-    dev = next((e for e in figures if e["event"] == "evaluation" and e.get("step") == step), None)
-    result = next((e for e in reversed(figures) if e["event"] == "result" and e.get("best_step") == step), None)
+    zero = next((e for e in events if _sound(e) and e["event"] == "zero-shot"), None)
+    result, dev = _tested(events, step)
     rows = []
     if zero:
         rows.append(f"| zero-shot, before training | {_figure(zero)} | {_quote(zero.get('n'))} |")
