@@ -15,7 +15,7 @@ from mezzo.cli import main
 from mezzo.many_runs import open_sweep
 from mezzo.reports.charts import comparison_charts
 from mezzo.reports.comparison import compare
-from tests.test_report import WIDTHS, browser, open_page  # noqa: F401 - a fixture
+from tests.test_report import HOSTILE, WIDTHS, Tags, browser, open_page  # noqa: F401 - a fixture
 
 GRID = ("--seeds", "13,21", "--sweep", "lr=1e-3,1e-1")
 NAMES = ["lr=0.001,seed=13", "lr=0.001,seed=21", "lr=0.1,seed=13", "lr=0.1,seed=21"]
@@ -156,6 +156,16 @@ def test_a_mistake_in_a_sweep_is_one_line_and_leaves_nothing(flags, tiny_run, tm
     err = capsys.readouterr().err
     assert MISTAKES[flags] in err.splitlines()[-1], err
     assert not (tmp_path / "out").exists()
+
+
+def test_untrusted_runs_cannot_inject_code_into_the_comparison(swept, tmp_path):
+    folder = Path(shutil.copytree(swept, tmp_path / HOSTILE.replace("/", "")))
+    file = folder / NAMES[0] / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model": HOSTILE, "seed": HOSTILE, HOSTILE: [HOSTILE]}))
+    page = mezzo.report(folder, out=tmp_path / "page.html").read_text()
+    found = [tag for tag, _ in Tags(page).tags]
+    assert found.count("script") == 1 and "img" not in found
+    assert HOSTILE[:40] in "".join(Tags(page).text), "it is shown as text"
 
 
 def test_runs_are_listed_with_what_became_of_them(swept, tmp_path, capsys, monkeypatch):

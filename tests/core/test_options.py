@@ -19,8 +19,10 @@ from mezzo.engines.sglang.inprocess.weights import WEIGHTS
 from mezzo.engines.sglang.support import refuse_space
 from mezzo.errors import ConfigError, SpaceError
 from mezzo.method import noise
+from mezzo.method.objectives import OBJECTIVES
 from mezzo.method.space import ADAPTERS, SPACES, Space, select
 from mezzo.runs.setup import resolve_setup
+from mezzo.signal import DEFAULT
 from mezzo.types import TensorInfo
 
 # ---- options
@@ -241,3 +243,8 @@ def test_only_adapter_spaces_add_tensors(name):
     added = [t for t in trained if shapes.get(t.name) != t.shape]
     assert bool(added) == Space(name).adapter == (name in ADAPTERS)
     assert not added or len(added) == len(trained)
+
+
+def test_help_lists_every_objective():
+    assert all(f"{name}," in OPTIONS["objective"].help for name in OBJECTIVES)
+    assert DEFAULT in str(next(a.settings["help"] for a in COMMANDS["signal"].arguments if a.name == "--objectives"))
