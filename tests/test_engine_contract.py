@@ -19,7 +19,7 @@ from mezzo.errors import JournalError, RunFailed
 from mezzo.method.objectives import get_objective
 from mezzo.parallel.setup import open_workers
 from mezzo.runs.setup import Setup, resolve_setup
-from mezzo.types import Batch, MicroBatch, Probe, Update
+from mezzo.types import Batch, Generation, MicroBatch, Probe, Update
 
 PAIR = (Probe(((7, 1e-2),)), Probe(((7, -1e-2),)))
 UPDATES = (Update(((7, 0.5),)), Update(((8, -0.25),), keep=float(np.float32(0.99))), Update())
@@ -93,8 +93,8 @@ def test_state_of_other_tensors_is_refused(engine):
 
 def test_continuations_have_the_requested_length(engine, setup, batch):
     few = dataclasses.replace(batch, prompts=batch.prompts[:2])
-    answers = engine.generate(few, [Probe()], 3)
-    assert len(answers) == 1 and [len(ids) <= 3 for ids in answers[0]] == [True, True]
+    answers = engine.generate(few, [Probe()], Generation(3))
+    assert len(answers) == 1 and [len(ids) <= 3 for (ids,) in answers[0]] == [True, True]
 
 
 def test_updates_give_the_bits_of_the_torch_engine(engine, setup):

@@ -266,9 +266,13 @@ def evaluate(
     data: str | Path | Sequence[Mapping[str, Any]] | None = None,
     at: int | None = None,
     split: str = "test",
+    linear_probe: bool = False,
     **options: Any,
 ) -> Evaluation:
-    """Evaluate a run's best checkpoint, or (with `model=`) a model as it is: the zero-shot figure."""
+    """Evaluate a run's best checkpoint, or (with `model=`) a model as it is: the zero-shot figure.
+
+    With `linear_probe`, a new linear head is first fitted to the examples of `train`, on features of the frozen model.
+    """
     engine, setup = _open(run, at, options)
     source = data if data is not None else bundled_data(setup.task.name, split)
     if source is None:
@@ -276,7 +280,8 @@ def evaluate(
     config = setup.config
     found, _ = datasets.load_labelled(source, setup.task, split, config, data is not None)
     try:
-        detail = setup.evaluate_in_detail(engine, datasets.take_some(found, config.eval_limit))
+        measure = setup.evaluate_linear_probe if linear_probe else setup.evaluate_in_detail
+        detail = measure(engine, datasets.take_some(found, config.eval_limit))
         refuse_nan(np.array(detail.evaluation.loss) if detail.scores is None else detail.scores)
         return detail.evaluation
     finally:

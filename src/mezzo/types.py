@@ -116,12 +116,27 @@ class Slope:
 
 
 @dataclass(frozen=True, slots=True)
+class Generation:
+    """How text is generated: greedily at temperature 0, else drawn from the smallest set of tokens with the probability `top_p`.
+
+    A draw is a function of (seed, prompt, number of the draw): it depends neither on the prompts beside it nor on the probe,
+    so that the texts of two probes differ only by their weights.
+    """
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    draws: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
-    """What a method asks of an engine: scores of a batch at probes, or with `max_new_tokens` their greedy continuations."""
+    """What a method asks of an engine: scores of a batch at probes, or with `generation` their continuations."""
 
     batch: Batch
     probes: tuple[Probe, ...]
-    max_new_tokens: int = 0
+    generation: Generation | None = None
 
 
 @dataclass(frozen=True, slots=True)

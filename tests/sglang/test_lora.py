@@ -10,7 +10,7 @@ import pytest
 
 from mezzo.engines.sglang.token_rows import MIN_SHARED_TOKENS
 from mezzo.method.space import Space
-from mezzo.types import Batch, MicroBatch, Probe
+from mezzo.types import Batch, Generation, MicroBatch, Probe
 from tests.sglang.conftest import (
     PAIR,
     candidates_batch,
@@ -193,8 +193,8 @@ def test_cached_tokens_are_not_reused_across_probes_or_steps(engines):
 def test_generated_tokens_match_torch_engine(engines):
     ours, reference = engines
     batch, end = words_batch(3), 2
-    generated, expected = (engine.generate(batch, [Probe(), *PAIR], 5) for engine in (ours, reference))
-    pairs = [(a, b) for x, y in zip(generated, expected, strict=True) for a, b in zip(x, y, strict=True)]
+    generated, expected = (engine.generate(batch, [Probe(), *PAIR], Generation(5)) for engine in (ours, reference))
+    pairs = [(a, b) for x, y in zip(generated, expected, strict=True) for (a,), (b,) in zip(x, y, strict=True)]
     assert len(pairs) == 9
     for a, b in pairs:
         stop = b.index(end) if end in b else len(b)

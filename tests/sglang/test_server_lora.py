@@ -17,7 +17,7 @@ from mezzo.engines import open_engine
 from mezzo.errors import RunFailed
 from mezzo.method.space import Space
 from mezzo.runs.folder import Folder
-from mezzo.types import Probe
+from mezzo.types import Generation, Probe
 from tests.conftest import SENTENCES
 from tests.sglang.conftest import MODEL, PAIR, UPDATES, candidates_batch, distance, spec_of, words_batch
 from tests.sglang.servers import Server
@@ -56,7 +56,7 @@ def test_scores_match_torch_engine(servers, reference, replicas):
     for batch in (words_batch(), words_batch(vocabulary=True), candidates_batch(), candidates_batch(low=30, high=50)):
         for probes in (PAIR, (Probe(),)):
             assert distance(engine.score(batch, probes), reference.score(batch, probes)) < 1e-4
-    assert len(engine.generate(words_batch(2), [Probe()], 3)[0]) == 2
+    assert len(engine.generate(words_batch(2), [Probe()], Generation(3))[0]) == 2
     engine.close()
 
 

@@ -13,7 +13,7 @@ from mezzo import api
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.engines.torch.weights import flat_buffer
 from mezzo.method.space import Space
-from mezzo.types import MicroBatch, Probe, Update
+from mezzo.types import Generation, MicroBatch, Probe, Update
 from tests.conftest import make_batch, make_llama, make_roberta
 from tests.reference import plain_model, plain_scores
 from tests.torch_engine.test_families import FAMILIES, PAIR, make
@@ -105,7 +105,7 @@ def test_candidates_and_generation_in_16_bits():
     """Causal models run in the dtype; log-probabilities come from float32 logits."""
     engine = TorchEngine(make_llama().to(torch.bfloat16), Space("full"), device="cuda")
     batch = make_batch(3)
-    assert len(engine.generate(batch, PAIR, 3)) == 2
+    assert len(engine.generate(batch, PAIR, Generation(3))) == 2
     scores = engine.score(batch, PAIR)
     assert scores.dtype == np.float32
     assert len(np.unique(scores.astype(np.float16))) > 0.8 * scores.size  # bfloat16 logits have few distinct values

@@ -10,7 +10,7 @@ import torch
 
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.method.space import Space
-from mezzo.types import Batch, MicroBatch, Probe, Prompt, Readout
+from mezzo.types import Batch, Generation, MicroBatch, Probe, Prompt, Readout
 from tests.conftest import make_batch, make_llama, make_roberta
 from tests.reference import plain_model, plain_scores
 
@@ -138,14 +138,14 @@ def test_generation_equals_that_of_a_plain_model(space):
     model = make_llama()
     pristine = copy.deepcopy(model)
     engine, batch = engine_for(model, space, rows=4), make_batch(7)
-    found = engine.generate(batch, PAIR, max_new_tokens=6)
+    found = engine.generate(batch, PAIR, Generation(6))
     assert found[0] != found[1], "the signs differ somewhere, else this test shows nothing"
     for index, probe in enumerate(PAIR):
         twin = plain_model(pristine, engine.trained, engine.state(), "rademacher", probe, engine.space)
         for row, prompt in enumerate(batch.prompts):
             ids = torch.tensor([prompt.ids])
             plain = twin.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
-            assert found[index][row] == tuple(plain[0, ids.shape[1] :].tolist()) + (engine.pad_id,) * (
+            assert found[index][row][0] == tuple(plain[0, ids.shape[1] :].tolist()) + (engine.pad_id,) * (
                 6 - (plain.shape[1] - ids.shape[1])
             )
 

@@ -24,7 +24,7 @@ from mezzo.journal import journal as journal_file
 from mezzo.journal.content import read
 from mezzo.journal.journal import START, Journal
 from mezzo.method.space import Space
-from mezzo.types import Batch, MicroBatch, Probe, Prompt, Readout
+from mezzo.types import Batch, Generation, MicroBatch, Probe, Prompt, Readout
 from tests.conftest import make_batch, make_llama, make_roberta
 from tests.reference import z_of
 from tests.torch_engine.test_families import FAMILIES, REFUSED, make
@@ -181,7 +181,7 @@ def test_candidates_and_generation_with_a_prefix(shared):
 
     prompts = tuple(Prompt(tokens(2, 12), 0, candidates=(tokens(1, 5), tokens(1, 5))) for _ in range(4))
     batch = Batch(prompts, Readout("candidates", reduce="sum"))
-    scores, texts = engine.score(batch, PAIR), engine.generate(batch, PAIR, 5)
+    scores, texts = engine.score(batch, PAIR), engine.generate(batch, PAIR, Generation(5))
     from mezzo.engines.torch.forward import prefix
 
     for index, probe in enumerate(PAIR):
@@ -194,7 +194,7 @@ def test_candidates_and_generation_with_a_prefix(shared):
                 expected = sum(float(logits[p, t]) for p, t in zip(places, candidate, strict=True))
                 assert abs(scores[index, row, number] - expected) < 1e-4
             plain = twin.generate(torch.tensor([prompt.ids]), max_new_tokens=5, do_sample=False)[0, len(prompt.ids) :]
-            assert texts[index][row][: len(plain)] == tuple(plain.tolist())
+            assert texts[index][row][0][: len(plain)] == tuple(plain.tolist())
     assert texts[0] != texts[1]
 
 

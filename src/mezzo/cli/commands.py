@@ -100,7 +100,8 @@ def _announce(options: Namespace) -> None:
 
 def evaluate(options: Namespace) -> Any:
     _say_assumed_task(options)
-    evaluation = api.evaluate(options.run, data=options.data, at=options.at, **given_options(options))
+    chosen = {"data": options.data, "at": options.at, "linear_probe": options.linear_probe, **given_options(options)}
+    evaluation = api.evaluate(options.run, **chosen)
     calibrated = evaluation.calibrated
     shown = "" if calibrated is None else f", calibrated {evaluation.metric} {calibrated:.1%}"
     show_result(options, f"{evaluation}\nloss {evaluation.loss:.4f}{shown}")

@@ -80,6 +80,7 @@ COMMANDS = {
             RUN_OR_MODEL,
             AT,
             Argument("--data", "examples to evaluate [the bundled test set of the task]", metavar="FILE"),
+            Argument("--linear-probe", "fit a new linear head to --train, on features of the frozen model", action="store_true"),
         ),
         function="evaluate",
     ),

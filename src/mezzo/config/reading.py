@@ -45,6 +45,8 @@ def _check_combinations(config: RunConfig) -> None:
         raise ConfigError(
             "workers start engines of their own: name all servers in --url instead, they share each batch"
         )
+    if config.draws > 1 and not config.temperature:
+        raise ConfigError("--draws are all the same at temperature 0: add --temperature 1")
     if config.ray_address and not config.workers:
         raise ConfigError("--ray-address says where workers run: add --workers N")
 
@@ -133,7 +135,7 @@ def _convert(value: Any, target: Any) -> Any:
     if typing.get_origin(target) is tuple:
         if isinstance(value, Mapping):
             return tuple(f"{key}={word}" for key, word in value.items())
-        return tuple(str(part).strip() for part in (value.split(",") if isinstance(value, str) else value))
+        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else tuple(map(str, value))
     if target is bool:
         return value if isinstance(value, bool) else BOOLEANS[value.lower()]
     if target is int and isinstance(value, float) and value.is_integer():

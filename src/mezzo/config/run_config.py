@@ -100,6 +100,8 @@ class RunConfig:
     max_length: int | None = option("task", None,
         "tokens of a prompt at most; sentences are cut, the template never [the task's]",
         at_least=1, commands=(*USE, "bench"), reopen="question", aliases=("max_seq_length",))
+    chat: bool = option("task", False,
+        "give the prompt as a user's message in the chat template of the model's tokenizer", commands=USE, reopen="question")
     demonstrations: int = option("task", 0,
         "causal model: put this many solved training examples before each prompt (32 as published); masked model: solve one"
         " example per label beside it, evaluation averages this many draws",
@@ -144,7 +146,16 @@ class RunConfig:
         choices="mezzo.method.objectives:OBJECTIVES", open_choices=True,
         runs_code=lambda name: ":" in name, placeholder="MODULE:FUNCTION")
     max_new_tokens: int = option("method", 16, "tokens to generate where the objective or the metric reads text",
-        at_least=1, at_most=65536, reopen="question")
+        at_least=1, at_most=65536, commands=("eval", "predict"), reopen="question")
+    stop: tuple[str, ...] | None = option("method", None,
+        "texts that end a generated answer, e.g. '###'; \\n is the end of a line; '' for the model's own end alone [\\n]",
+        commands=("eval", "predict"), reopen="question")
+    temperature: float = option("method", 0.0, "draw generated text at this temperature; 0 takes the likeliest tokens",
+        at_least=0, commands=("eval", "predict"), reopen="question")
+    top_p: float = option("method", 1.0, "draw from the likeliest tokens that have this probability together",
+        positive=True, at_most=1, commands=("eval", "predict"), reopen="question")
+    draws: int = option("method", 1, "texts to draw for each prompt; metrics and rewards are averaged over them",
+        at_least=1, at_most=4096, commands=("eval", "predict"), reopen="question")
     steps: int | None = option("method", None, "training steps at most [1000 with --method spsa or adam]",
         at_least=1, resumable=True, per_model=True,
         aliases=("max_steps", "num_steps", "epochs", "num_train_epochs"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -15,14 +15,19 @@ from mezzo.types import (
     Batch,
     DeviceStep,
     Family,
+    Generation,
     GradientStep,
     MicroBatch,
     Probe,
+    Prompt,
     Question,
     Scores,
     TrainedTensor,
     Update,
 )
+
+# Token ids by probe, example and draw.
+Continuations: TypeAlias = list[list[list[tuple[int, ...]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +82,8 @@ class Engine(Protocol):
     def apply(self, updates: Sequence[Update]) -> None:
         """Move the weights, one update after the other."""
 
-    def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[tuple[int, ...]]]:
-        """Greedy continuations as token ids, [P][B]; what follows an end token is padding."""
+    def generate(self, batch: Batch, probes: Sequence[Probe], generation: Generation) -> Continuations:
+        """Continuations of each prompt at each probe; what follows an end token is padding."""
 
     def state(self) -> dict[str, npt.NDArray[np.generic]]:
         """A copy of the trained tensors."""
@@ -124,6 +129,14 @@ class GradientEngine(Protocol):
 
     def descend(self, step: GradientStep) -> tuple[float, float]:
         """Move the weights by a step of AdamW, whose moments the engine keeps; the loss before it, and the gradient's norm."""
+
+
+@runtime_checkable
+class FeatureEngine(Protocol):
+    """What an engine has besides, where it can show the hidden states that the LM head reads."""
+
+    def features(self, prompts: Sequence[Prompt]) -> npt.NDArray[np.float32]:
+        """[B, width]: what the last layer of the LM head reads at each prompt's position."""
 
 
 @runtime_checkable

@@ -43,7 +43,11 @@ class EngineInfo:
 
 
 ENGINES: dict[str, EngineInfo] = {
-    "torch": EngineInfo(factory="mezzo.engines.torch:open_engine", options=("quantize", "train_head"), gradients=True),
+    "torch": EngineInfo(
+        factory="mezzo.engines.torch:open_engine",
+        options=("quantize", "train_head", "temperature", "top_p", "draws"),
+        gradients=True,
+    ),
     "sglang": EngineInfo(
         factory="mezzo.engines.sglang:open_engine",
         spaces=("lora", "matrices"),

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mezzo.engines.base import Engine
-from mezzo.errors import DataError, ModelError
-from mezzo.evaluation.rewards import Decode, exact_match, first_lines, text_f1
+from mezzo.engines.base import Engine, FeatureEngine
+from mezzo.errors import ConfigError, DataError, ModelError
+from mezzo.evaluation.linear_probe import probe_scores
+from mezzo.evaluation.rewards import LINE_END, Decode, exact_match, read_texts, text_f1
 from mezzo.method import noise
 from mezzo.method.objectives import METRICS, cross_entropy, log_sum_exp
-from mezzo.types import Batch, Probe, Prompt, Readout
+from mezzo.types import Batch, Generation, Probe, Prompt, Readout
 
 Z95 = 1.959964
 Labels = npt.NDArray[np.int64]
@@ -88,22 +89,49 @@ def evaluate(
     return DetailedEvaluation(evaluate_scores(scores, batch, metric, calibrate), tuple(right.tolist()), scores)
 
 
-def evaluate_texts(
-    engine: Engine, prompts: Sequence[Prompt], readout: Readout, decode: Decode, max_new_tokens: int
+def evaluate_linear_probe(
+    engine: Engine, train: Sequence[Prompt], prompts: Sequence[Prompt], readout: Readout, classes: int, metric: str
 ) -> DetailedEvaluation:
-    """Evaluate generated answers: mean F1 of words, with exact match as the accuracy and the answers' LM loss."""
+    """Evaluate a new linear head, fitted to the training prompts, on what the frozen model's LM head reads."""
+    if not isinstance(engine, FeatureEngine) or readout.kind == "head":
+        raise ConfigError("a linear probe reads what an LM head does: use the torch engine, without --readout head")
+    if not train or not prompts:
+        raise DataError("a linear probe needs labelled examples to fit and to evaluate")
+    batch = Batch(tuple(prompts), readout)
+    fitted, tested = (engine.features(each).astype(np.float64) for each in (train, prompts))
+    if not np.isfinite(fitted).all() or not np.isfinite(tested).all():
+        raise ModelError("the model's hidden states are not finite numbers: its weights are damaged")
+    scores = probe_scores(fitted, Batch(tuple(train), readout).labels, classes, tested)
+    right = scores.argmax(axis=1) == batch.labels
+    return DetailedEvaluation(evaluate_scores(scores, batch, metric), tuple(right.tolist()), scores)
+
+
+def evaluate_texts(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    readout: Readout,
+    decode: Decode,
+    generation: Generation,
+    stop: Sequence[str] = LINE_END,
+) -> DetailedEvaluation:
+    """Evaluate generated answers: mean F1 of words, with exact match as the accuracy and the answers' LM loss. Of several
+    draws for a prompt, figures are means and the answer that is shown is the first."""
     if not prompts:
         raise DataError("there are no examples to evaluate")
     batch = Batch(tuple(prompts), readout)
     loss = float(cross_entropy(engine.score(batch, [Probe()]), batch)[0])
-    texts = first_lines(engine.generate(batch, [Probe()], max_new_tokens), decode)[0]
-    values = np.array([text_f1(text, prompt) for text, prompt in zip(texts, prompts, strict=True)])
-    exact = [exact_match(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
+    (texts,) = read_texts(engine.generate(batch, [Probe()], generation), decode, stop)
+    pairs = list(zip(texts, prompts, strict=True))
+    values, exact = (
+        np.array([np.mean([metric(text, prompt) for text in drawn]) for drawn, prompt in pairs])
+        for metric in (text_f1, exact_match)
+    )
     half = Z95 * float(values.std()) / math.sqrt(len(values))
     mean = float(values.mean())
     interval = (max(0.0, mean - half), min(1.0, mean + half))
     found = Evaluation("f1", mean, interval, float(np.mean(exact)), loss, len(values), None)
-    return DetailedEvaluation(found, tuple(bool(one) for one in exact), texts=tuple(texts))
+    right = tuple(bool(exact_match(drawn[0], prompt)) for drawn, prompt in pairs)
+    return DetailedEvaluation(found, right, texts=tuple(drawn[0] for drawn in texts))
 
 
 def evaluate_scores(scores: npt.NDArray[np.float64], batch: Batch, metric: str, calibrate: bool = True) -> Evaluation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import string
 from collections import Counter
@@ -11,14 +12,16 @@ from typing import Any
 
 import numpy as np
 
+from mezzo.engines.base import Continuations
 from mezzo.errors import ConfigError
+from mezzo.method import noise
 from mezzo.method.objectives import Losses, describe_failure
-from mezzo.types import Batch, Probe, Prompt, Question
+from mezzo.types import Batch, Generation, Probe, Prompt, Question
 
 Reward = Callable[[str, Prompt], float]
 Decode = Callable[[Sequence[int]], str]
-# Token ids by probe and example, as `Engine.generate` returns them.
-Continuations = Sequence[Sequence[Sequence[int]]]
+# What ends an answer: the end of its line.
+LINE_END = ("\n",)
 
 
 def text_reward(function: Reward) -> Reward:
@@ -44,9 +47,14 @@ def exact_match(text: str, prompt: Prompt) -> float:
 TEXT_METRICS: dict[str, Reward] = {"f1": text_f1}
 
 
-def first_lines(continuations: Continuations, decode: Decode) -> list[list[str]]:
-    """The generated texts up to the end of their first line: an answer is one line."""
-    return [[decode(ids).strip().split("\n")[0].strip() for ids in row] for row in continuations]
+def read_texts(continuations: Continuations, decode: Decode, stop: Sequence[str] = LINE_END) -> list[list[list[str]]]:
+    """The generated texts by probe, example and draw, each up to the first of the texts in `stop`."""
+    return [[[_cut(decode(ids).strip(), stop) for ids in draws] for draws in row] for row in continuations]
+
+
+def _cut(text: str, stop: Sequence[str]) -> str:
+    ends = [at for end in stop if (at := text.find(end)) >= 0]
+    return text[: min(ends)].strip() if ends else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +63,24 @@ class RewardObjective:
 
     reward: Reward
     decode: Decode
-    max_new_tokens: int
+    generation: Generation
+    stop: tuple[str, ...] = LINE_END
     on_device: bool = False
 
     def question(self, batch: Batch, probes: tuple[Probe, ...]) -> Question:
-        return Question(batch, probes, self.max_new_tokens)
+        """Drawn texts differ from step to step, as the directions do, and are drawn alike at both probes of a pair."""
+        direction = next((seed for probe in probes for seed, _ in probe.terms), 0)
+        seed = noise.step_seed(self.generation.seed, direction, 0)
+        return Question(batch, probes, dataclasses.replace(self.generation, seed=seed))
 
     def losses(self, answer: Continuations, batch: Batch) -> Losses:
-        texts = first_lines(answer, self.decode)
+        texts = read_texts(answer, self.decode, self.stop)
         name = getattr(self.reward, "__name__", "the reward")
         try:
-            rewards = [[float(self.reward(t, p)) for t, p in zip(row, batch.prompts, strict=True)] for row in texts]
+            rewards = [
+                [float(self.reward(text, p)) for p, drawn in zip(batch.prompts, row, strict=True) for text in drawn]
+                for row in texts
+            ]
         except Exception as error:  # the message must name the function that failed
             raise ConfigError(f"{name} failed: {describe_failure(error)}") from error
         table = np.array(rewards, dtype=np.float32)

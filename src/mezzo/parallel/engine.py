@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mezzo.engines.base import Continuations
 from mezzo.engines.microbatch import EngineCall, WorkUnit, empty_scores, group_calls, split_into_units
 from mezzo.errors import RunFailed
 from mezzo.parallel.consensus import find_outliers, scores_agree
@@ -17,7 +18,7 @@ from mezzo.parallel.messages import RequestKind, WorkerFacts
 from mezzo.parallel.results import UnitResults
 from mezzo.parallel.stats import WorkStats
 from mezzo.parallel.update_log import UpdateLog
-from mezzo.types import Batch, Probe, Scores, Update
+from mezzo.types import Batch, Generation, Probe, Scores, Update
 
 # Times that disagreeing workers are rebuilt before the run gives up.
 MAX_REBUILD_ROUNDS = 4
@@ -89,9 +90,9 @@ class WorkersEngine(ABC):
             out[unit.probe_start : unit.probe_stop, list(unit.example_indices), : scores.shape[2]] = scores
         return out
 
-    def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[tuple[int, ...]]]:
-        out: list[list[tuple[int, ...]]] = [[()] * len(batch) for _ in probes]
-        for unit, value in self._compute("generate", batch, probes, max_new_tokens).items():
+    def generate(self, batch: Batch, probes: Sequence[Probe], generation: Generation) -> Continuations:
+        out: Continuations = [[[] for _ in batch.prompts] for _ in probes]
+        for unit, value in self._compute("generate", batch, probes, generation).items():
             for probe, texts in zip(range(unit.probe_start, unit.probe_stop), value, strict=True):
                 for index, text in zip(unit.example_indices, texts, strict=True):
                     out[probe][index] = text

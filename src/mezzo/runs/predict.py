@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from mezzo.engines.base import Engine
 from mezzo.errors import DataError
 from mezzo.evaluation.evaluate import probabilities, refuse_nan, score_prompts
-from mezzo.evaluation.rewards import first_lines
+from mezzo.evaluation.rewards import read_texts
 from mezzo.runs import datasets
 from mezzo.runs.setup import Setup
 from mezzo.tasks import load_rows
@@ -90,8 +90,9 @@ def _predict(engine: Engine, setup: Setup, examples: tuple[Example, ...]) -> Ite
     """Each example's label and probabilities, or the text that is generated for it."""
     prompts = setup.encode(examples)
     if setup.task.kind == "generation":
-        answers = engine.generate(Batch(prompts, setup.readout), [Probe()], setup.config.max_new_tokens)
-        yield from ({"prediction": text} for text in first_lines(answers, setup.decode)[0])
+        answers = engine.generate(Batch(prompts, setup.readout), [Probe()], setup.generation)
+        for drawn in read_texts(answers, setup.decode, setup.stop)[0]:
+            yield {"prediction": drawn[0], **({"draws": drawn} if len(drawn) > 1 else {})}
         return
     if any(not (p.candidates or setup.readout.kind != "candidates") for p in prompts):
         raise DataError(f"a row of task {setup.task.name!r} has no candidates to choose from")

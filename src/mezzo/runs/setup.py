@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -14,8 +14,8 @@ from mezzo.engines import ENGINES, open_engine
 from mezzo.engines.base import Engine, EngineSpec
 from mezzo.engines.hf_hub import family_of, load_config, load_tokenizer, longest_input
 from mezzo.errors import ConfigError, ModelError
-from mezzo.evaluation.evaluate import DetailedEvaluation, Evaluation, evaluate, evaluate_texts
-from mezzo.evaluation.rewards import TEXT_METRICS, Reward, RewardObjective, is_text_reward
+from mezzo.evaluation.evaluate import DetailedEvaluation, Evaluation, evaluate, evaluate_linear_probe, evaluate_texts
+from mezzo.evaluation.rewards import LINE_END, TEXT_METRICS, Reward, RewardObjective, is_text_reward
 from mezzo.method import noise
 from mezzo.method.objectives import METRICS, OBJECTIVES, Objective, ObjectiveFunction, get_objective, import_function
 from mezzo.method.space import ADAPTERS, Space
@@ -24,7 +24,7 @@ from mezzo.runs.datasets import Splits, find_task, load_splits, splits_beside_tr
 from mezzo.runs.defaults import apply_defaults
 from mezzo.tasks import Encoder, Task
 from mezzo.tasks.tokenizer import TokenizerWrapper
-from mezzo.types import Example, Family, Prompt, Readout
+from mezzo.types import Example, Family, Generation, Prompt, Readout
 
 # Examples in one forward where no batch size says it.
 ROWS = 128
@@ -63,6 +63,7 @@ class Setup:
             readout=cast(Any, self.config.readout),
             vocabulary=self._needs_vocabulary,
             seed=self.config.seed,
+            chat=self.config.chat,
             in_context=self.config.demonstrations,
         )
 
@@ -73,13 +74,19 @@ class Setup:
 
     @cached_property
     def train_prompts(self) -> tuple[Prompt, ...]:
-        return self.encode(self.splits.train)
+        return self._keep_trained(self.encode(self.splits.train))
+
+    def _keep_trained(self, prompts: tuple[Prompt, ...]) -> tuple[Prompt, ...]:
+        """Of candidates whose LM loss is trained, the right one alone: the others do not enter it."""
+        if self.readout.kind != "candidates" or not self._needs_vocabulary:
+            return prompts
+        return tuple(replace(p, candidates=p.candidates[p.label :][:1], label=0, right=()) for p in prompts)
 
     @cached_property
     def judging_prompts(self) -> tuple[Prompt, ...]:
         """Held-out examples that accept or refuse a move, where training examples are too few to be fresh: those of dev."""
         few = len(self.train_prompts) < MANY_EXAMPLES
-        return self.encode(self.splits.dev) if few and self.config.method == "solve" else ()
+        return self._keep_trained(self.encode(self.splits.dev)) if few and self.config.method == "solve" else ()
 
     @cached_property
     def data_digest(self) -> str:
@@ -157,7 +164,18 @@ class Setup:
             chosen = TEXT_METRICS[chosen]
         elif not is_text_reward(chosen):
             return get_objective(chosen)
-        return RewardObjective(chosen, self.decode, self.config.max_new_tokens)
+        return RewardObjective(chosen, self.decode, self.generation, self.stop)
+
+    @property
+    def generation(self) -> Generation:
+        config = self.config
+        return Generation(config.max_new_tokens, config.temperature, config.top_p, config.draws, config.seed)
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Texts that end a generated answer; on a command line \\n stands for the end of a line."""
+        stop = LINE_END if self.config.stop is None else self.config.stop
+        return tuple(text.replace("\\n", "\n") for text in stop if text)
 
     def _prefix_ids(self) -> tuple[int, ...]:
         """As many tokens of PREFIX_TEXT as the prefix is long; the seed decides where they start."""
@@ -178,13 +196,20 @@ class Setup:
         """The task's own metric, of predictions or of generated answers, with the answers."""
         prompts = self.encode(examples)
         if self.task.kind == "generation":
-            return evaluate_texts(engine, prompts, self.readout, self.decode, self.config.max_new_tokens)
+            return evaluate_texts(engine, prompts, self.readout, self.decode, self.generation, self.stop)
         # Of a masked model's demonstrations; those of a causal one are the same for all prompts.
         count = self.config.demonstrations if self.family == "masked" else 0
         draws = [self.encode(examples, draw) for draw in range(1, count)]
         # The candidates of a choice have no prior in common: their first and second place mean nothing.
         calibrate = self.task.kind == "classification"
         return evaluate(engine, prompts, self.readout, self.task.metric, draws, calibrate)
+
+    def evaluate_linear_probe(self, engine: Engine, examples: Sequence[Example]) -> DetailedEvaluation:
+        """A linear head on frozen features, fitted to the training examples."""
+        if self.task.kind != "classification":
+            raise ConfigError(f"a linear probe predicts labels, and {self.task.name!r} is a {self.task.kind} task")
+        train, prompts = self.encode(self.splits.train), self.encode(examples)
+        return evaluate_linear_probe(engine, train, prompts, self.readout, len(self.task.labels), self.task.metric)
 
 
 def resolve_setup(config: RunConfig, task: Task | None = None) -> Setup:
@@ -217,8 +242,8 @@ def resolve_setup(config: RunConfig, task: Task | None = None) -> Setup:
     size = getattr(model_config, "vocab_size", None)
     vocabulary = size if isinstance(size, int) else None
     setup = Setup(config, family, task, tokenizer, _max_length(config, task, longest, tokenizer), vocabulary)
-    if setup.readout.vocabulary and setup.readout.kind != "words":
-        raise ConfigError(f"{config.objective} reads label words; this task's readout is {setup.readout.kind!r}")
+    if setup.readout.vocabulary and setup.readout.kind == "head":
+        raise ConfigError(f"{config.objective} reads words of the vocabulary, and --readout head has none")
     setup.refuse_unknown_tokens((*setup.readout.words, setup.pad_id))
     return setup
 

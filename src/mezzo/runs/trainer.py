@@ -115,8 +115,8 @@ class MeZOTrainer:
             if isinstance(question, GradientStep):
                 assert isinstance(self.engine, GradientEngine)
                 return self.engine.descend(question)
-            if question.max_new_tokens:
-                return self.engine.generate(question.batch, question.probes, question.max_new_tokens)
+            if question.generation:
+                return self.engine.generate(question.batch, question.probes, question.generation)
             if self.engine.pipeline is not None and self.method.looks_ahead and step + 1 < self.limits.steps:
                 self.engine.pipeline.prefetch(lambda: cast(Question, self._upcoming.questions(step + 1)[1]))
             return self.engine.score(question.batch, question.probes)

@@ -40,7 +40,8 @@ class Encoder:
     Texts are cut to fit `max_length` (the task's, unless given), the template never. `demonstrations` is a pool of
     labelled examples. For a causal model, `in_context` of them (all, unless given), drawn at random, precede each prompt;
     the first are cut where they do not fit. For a masked one, one per label follows each prompt, chosen by (`seed`, example
-    index, sampling number): `demo_choice` is the sampling number, or (example index, sampling number).
+    index, sampling number): `demo_choice` is the sampling number, or (example index, sampling number). With
+    `chat`, the prompt is a user's message in the tokenizer's chat template, and the answer begins the model's.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class Encoder:
         vocabulary: bool = False,
         seed: int = 0,
         in_context: int | None = None,
+        chat: bool = False,
     ) -> None:
-        self.task = get_task(task)
+        self.task, self.chat = get_task(task), chat
         self.tokenizer = TokenizerWrapper(tokenizer)
         try:
             self.readout = self._choose_readout(readout, vocabulary)
@@ -142,7 +144,8 @@ class Encoder:
 
     def _encode_answer(self, text: str) -> Ids:
         """Ids of an answer; a space goes before it unless the prompt ends in whitespace."""
-        return word_ids(self.tokenizer, text.strip(), space=not templates.ends_with_space(self.task.nodes))
+        space = not self.chat and not templates.ends_with_space(self.task.nodes)
+        return word_ids(self.tokenizer, text.strip(), space=space)
 
     def _template_nodes(self) -> Nodes:
         task, columns = self.task, len(self.task.columns)
@@ -166,12 +169,17 @@ class Encoder:
         prepared: list[_PreparedNode] = []
         segment, continues = 0, False
         if self.task.family == "causal":
-            prepared.append(_PreparedNode(SpecialToken("bos"), False, 0, self.tokenizer.leading_ids))
-            continues = self._in_context is not None
+            before, after = self.tokenizer.chat_frame() if self.chat else (self.tokenizer.leading_ids, ())
+            prepared.append(_PreparedNode(SpecialToken("bos"), False, 0, before))
+            continues = self._in_context is not None or self.chat
+        elif self.chat:
+            raise TaskError("a chat template is for causal models; leave out --chat")
         for node in self._template_nodes():
             prepared.append(_PreparedNode(node, continues, segment, self._constant_ids(node, continues)))
             segment += isinstance(node, SpecialToken) and node.advance
             continues = node == MASK or not isinstance(node, SpecialToken)
+        if self.chat:
+            prepared.append(_PreparedNode(Text(""), True, 0, after))
         return prepared
 
     def _constant_ids(self, node: Node, continues: bool) -> Ids | None:
@@ -268,7 +276,8 @@ class Encoder:
         texts = self.task.answers(example)
         end: Ids = ()
         if self.task.kind == "generation":
-            texts, end = texts[:1], self.tokenizer.encode(self.task.answer_end, continues=True)
+            end = self.tokenizer.encode(self.task.answer_end, continues=True)
+            texts, end = texts[:1], self.tokenizer.special_token("eos") if self.chat else end
         limit = self.max_length - self._template_length
         return tuple((self._encode_answer(text) + end)[:limit] for text in texts)
 

@@ -12,6 +12,7 @@ Ids = tuple[int, ...]
 
 # Short texts to try a tokenizer with: a small vocabulary may lack some of them.
 _SAMPLE_TEXTS = ("a", "e", "0", "(", "x", ".", "t", "s", "i", "o", "n")
+_MESSAGE = "@MESSAGE@"  # stands for a message in a chat template
 _NO_LIMIT = 1_000_000  # a tokenizer without a limit reports an astronomically large one
 
 
@@ -90,6 +91,20 @@ class TokenizerWrapper:
         if name == "mask":
             raise TaskError("this model has no mask token; use a masked language model, or the task's causal family")
         return ()
+
+    def chat_frame(self) -> tuple[Ids, Ids]:
+        """What its chat template puts before and after a user's message, up to where the model answers."""
+        if not getattr(self.wrapped, "chat_template", None):
+            raise TaskError("this model's tokenizer has no chat template; leave out --chat")
+        messages = [{"role": "user", "content": _MESSAGE}]
+        text = self.wrapped.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)  # type: ignore[attr-defined]
+        before, found, after = str(text).partition(_MESSAGE)
+        if not found or _MESSAGE in after:
+            raise TaskError(
+                "the chat template of this model's tokenizer does not repeat a message once; leave out --chat"
+            )
+        before_ids, after_ids = (self.wrapped(part, add_special_tokens=False)["input_ids"] for part in (before, after))
+        return tuple(before_ids), tuple(after_ids)
 
     # --- between text and ids
 

@@ -13,12 +13,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from mezzo.engines.base import Continuations
 from mezzo.engines.hf_hub import refuse_pairs
 from mezzo.engines.microbatch import check_state, empty_scores, group_by_length
 from mezzo.engines.torch import catalog
 from mezzo.engines.torch.forward import frozen_cache
 from mezzo.engines.torch.forward.forward import Forward, is_causal
-from mezzo.engines.torch.forward.generation import generate_greedily
+from mezzo.engines.torch.forward.generation import generate_texts
 from mezzo.engines.torch.forward.inputs import PaddedRows, make_rows
 from mezzo.engines.torch.forward.plan import make_plan
 from mezzo.engines.torch.forward.population import Population
@@ -33,7 +34,18 @@ from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.errors import ConfigError, ModelError, RunFailed, SpaceError, is_out_of_memory
 from mezzo.method import noise
 from mezzo.method.space import ADAPTERS, Space, lora_names, select
-from mezzo.types import Batch, GradientStep, MicroBatch, Probe, Scores, TrainedTensor, Update
+from mezzo.types import (
+    Batch,
+    Generation,
+    GradientStep,
+    MicroBatch,
+    Probe,
+    Prompt,
+    Readout,
+    Scores,
+    TrainedTensor,
+    Update,
+)
 
 if TYPE_CHECKING:
     from mezzo.engines.torch.gpu.graphs import Graphs
@@ -179,6 +191,23 @@ class TorchEngine:
         else:
             self.graphs.apply(updates)
 
+    @torch.no_grad()
+    def features(self, prompts: Sequence[Prompt]) -> npt.NDArray[np.float32]:
+        """[B, width]: what the last layer of the LM head reads at each prompt's position."""
+        head = self.model.get_output_embeddings()  # type: ignore[operator]
+        batch, seen = Batch(tuple(prompts), Readout("words", words=(0,))), list[Tensor]()
+        self.flush_updates()
+        out = np.zeros((len(batch), head.in_features), dtype=np.float32)
+        hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        try:
+            with self.population.at((Probe(),)):
+                for rows in self.padded_rows(batch):
+                    self.forward(rows, batch)
+                    out[rows.places[0]] = seen.pop()[:, 0].float().cpu().numpy()
+        finally:
+            hook.remove()
+        return out
+
     def descend(self, step: GradientStep) -> tuple[float, float]:
         """Move the weights by a step of AdamW; the loss before it, and the gradient's norm."""
         assert self.descent is not None, "the engine was opened without gradients"
@@ -190,15 +219,15 @@ class TorchEngine:
             self.graphs.flush()
 
     @torch.no_grad()
-    def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[tuple[int, ...]]]:
-        """Greedy continuations by the model's own `generate`, every row at its own probe."""
+    def generate(self, batch: Batch, probes: Sequence[Probe], generation: Generation) -> Continuations:
+        """Continuations by the model's own `generate`, every row at its own probe."""
         if not self.causal:
             raise ModelError(f"{type(self.model).__name__} is not a causal model: it cannot generate text")
         self.flush_updates()
-        out: list[list[tuple[int, ...]]] = []
+        out: Continuations = []
         for point in self.probe_points(probes):
             with self.population.at(point):
-                out += generate_greedily(self, batch, max_new_tokens)
+                out += generate_texts(self, batch, generation)
         return out
 
     def state(self) -> dict[str, npt.NDArray[np.generic]]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mezzo.engines.base import EngineSpec
+from mezzo.engines.base import Continuations, EngineSpec
 from mezzo.engines.hf_hub import load_config
 from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD
 from mezzo.engines.sglang.base import SGLangEngine
@@ -18,7 +18,7 @@ from mezzo.engines.sglang.support import refuse_space
 from mezzo.engines.sglang.tensor_parts import Array, assemble_tensors
 from mezzo.engines.sglang.versions import installed_version
 from mezzo.errors import ConfigError, ModelError
-from mezzo.types import Batch, Probe, Scores, Update
+from mezzo.types import Batch, Generation, Probe, Scores, Update
 
 
 class InProcessEngine(SGLangEngine):
@@ -59,12 +59,12 @@ class InProcessEngine(SGLangEngine):
         refuse_space(self.space)
         self.channel.pending_updates += updates
 
-    def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[tuple[int, ...]]]:
+    def generate(self, batch: Batch, probes: Sequence[Probe], generation: Generation) -> Continuations:
         """Greedy continuations of the complete prompts, by SGLang's own requests."""
         if self.spec.family == "masked":
             raise ModelError("a masked language model does not generate text")
-        body = generation_body(batch, max_new_tokens)
-        return [[tuple(answer["output_ids"]) for answer in self.request_at(probe, body)] for probe in probes]
+        body = generation_body(batch, generation.max_new_tokens)
+        return [[[tuple(answer["output_ids"])] for answer in self.request_at(probe, body)] for probe in probes]
 
     def request_at(self, probe: Probe, body: Mapping[str, Any]) -> list[Any]:
         """SGLang's answers to a request at a probe; the prefix cache is emptied before and after."""

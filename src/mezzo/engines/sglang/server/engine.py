@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mezzo.engines.base import EngineSpec
+from mezzo.engines.base import Continuations, EngineSpec
 from mezzo.engines.hf_hub import locate
 from mezzo.engines.microbatch import empty_scores
 from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD
@@ -25,7 +25,7 @@ from mezzo.engines.sglang.support import refuse_space
 from mezzo.engines.sglang.tensor_parts import Array
 from mezzo.engines.sglang.token_rows import TokenCounts, TokenRow, token_rows, write_scores
 from mezzo.errors import ConfigError, ModelError, RunFailed
-from mezzo.types import Batch, Probe, Readout, Scores, Update
+from mezzo.types import Batch, Generation, Probe, Readout, Scores, Update
 
 # How far a server's log-probabilities may differ from the checkpoint's.
 LOGPROB_TOLERANCE, LOGPROB_TOLERANCE_16_BIT = 1e-3, 0.2
@@ -78,15 +78,13 @@ class ServerEngine(SGLangEngine):
         refuse_space(self.space)
         self.weights.apply(updates)
 
-    def generate(self, batch: Batch, probes: Sequence[Probe], max_new_tokens: int) -> list[list[tuple[int, ...]]]:
+    def generate(self, batch: Batch, probes: Sequence[Probe], generation: Generation) -> Continuations:
         """Greedy continuations, by the first server."""
-        texts = []
+        texts, count = [], generation.max_new_tokens
         for probe in probes:
             with self._uploaded_adapters([probe]) as (adapter,):
-                body = generation_body(batch, max_new_tokens, adapter)
-                texts.append(
-                    self.replicas[0].generate(body, lambda rows: [parse_tokens(row, max_new_tokens) for row in rows])
-                )
+                body = generation_body(batch, count, adapter)
+                texts.append(self.replicas[0].generate(body, lambda rows: [[parse_tokens(row, count)] for row in rows]))
         return texts
 
     def state(self) -> dict[str, Array]:

@@ -1,0 +1,113 @@
+"""Generated text: draws that depend on nothing but their prompt, stop texts, chat templates; and their evaluation."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import mezzo
+from mezzo.engines.hf_hub import locate
+from mezzo.engines.torch.engine import TorchEngine
+from mezzo.engines.torch.forward.generation import Sampler
+from mezzo.errors import ConfigError, TaskError
+from mezzo.evaluation.rewards import RewardObjective, read_texts
+from mezzo.method.space import Space
+from mezzo.tasks import Encoder, get_task
+from mezzo.types import Batch, Example, Generation, MicroBatch, Probe
+from tests.conftest import make_batch, make_llama
+
+LLAMA = "mezzo/llama-mini"
+SQUAD = [
+    {"title": "Sea", "context": "The sea is blue and wide.", "question": "What is blue?", "answers": ["The sea"]}
+] * 2
+CHAT = "{% for m in messages %}<s>[{{ m.role }}] {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}[bot] {% endif %}"
+
+
+def engine_of(rows: int = 64) -> TorchEngine:
+    return TorchEngine(make_llama(), Space("lora", rank=2), micro_batch=MicroBatch(rows=rows))
+
+
+def test_draws_depend_on_seed_prompt_and_number_alone():
+    batch, drawn = make_batch(4), Generation(6, temperature=1.0, draws=3, seed=5)
+    (found,) = engine_of().generate(batch, [Probe()], drawn)
+    assert len({tuple(map(tuple, texts)) for texts in found}) == 4 and all(len(set(texts)) == 3 for texts in found)
+    (again,) = engine_of(rows=2).generate(Batch(batch.prompts[::-1], batch.readout), [Probe()], drawn)
+    assert again[::-1] == found, "other batches, other micro-batches: the same texts"
+    pair = engine_of().generate(batch, [Probe(((3, 1e-7),)), Probe(((3, -1e-7),))], drawn)
+    assert pair[0] == pair[1] == found, "both probes of a pair draw by the same numbers"
+    (other,) = engine_of().generate(batch, [Probe()], Generation(6, temperature=1.0, draws=3, seed=6))
+    assert other != found
+    (cold,) = engine_of().generate(batch, [Probe()], Generation(6, temperature=1e-4))
+    assert cold == engine_of().generate(batch, [Probe()], Generation(6))[0], (
+        "a low temperature takes the likeliest token"
+    )
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (2.0, 1.0), (1.0, 0.6)])
+def test_tokens_are_drawn_with_the_models_probabilities(temperature, top_p):
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5])
+    expected = (logits / temperature).softmax(0)
+    order = expected.argsort(descending=True)
+    kept = order[: int((expected[order].cumsum(0) < top_p - 1e-6).sum()) + 1]
+    expected = torch.zeros(5).scatter(0, kept, expected[kept])
+    expected /= expected.sum()
+    uniforms = torch.arange(4000).div(4000)[:, None]
+    sampler = Sampler(Generation(1, temperature, top_p), uniforms, start=3)
+    chosen = sampler(torch.zeros(4000, 3, dtype=torch.long), logits.expand(4000, -1)).argmax(-1)
+    counts = Counter(chosen.tolist())
+    np.testing.assert_allclose([counts[i] / 4000 for i in range(5)], expected, atol=2e-3)
+
+
+def test_stop_texts_end_an_answer_and_rewards_are_averaged_over_draws():
+    words = {1: "one\n", 2: " two ", 3: "## three", 4: "\n"}
+    decode = lambda ids: "".join(words[i] for i in ids)  # noqa: E731
+    ids = [[[(4, 1, 2), (2, 3)]]]
+    assert read_texts(ids, decode) == [[["one", "two ## three"]]]
+    assert read_texts(ids, decode, ("##",)) == [[["one\n two", "two"]]]
+    assert read_texts(ids, decode, ()) == [[["one\n two", "two ## three"]]]
+    objective = RewardObjective(lambda text, _: float(len(text)), decode, Generation(3, 1.0, draws=2), ("##",))
+    assert objective.losses(ids, make_batch(1))[0] == -(len("one\n two") + len("two")) / 2
+    seeds = {
+        objective.question(make_batch(1), (Probe(((s, 1.0),)), Probe(((s, -1.0),)))).generation.seed for s in (1, 2)
+    }
+    assert len(seeds) == 2, "every step draws anew"
+
+
+def test_predict_and_evaluate_drawn_answers():
+    options = {"model": LLAMA, "task": "squad", "threads": 1, "max_new_tokens": 24, "stop": ["zzzz"]}
+    rows = list(mezzo.predict(SQUAD, **options, temperature=1.0, top_p=0.9, draws=3))
+    assert all(len(row["draws"]) == 3 and row["draws"][0] == row["prediction"] for row in rows)
+    assert len(set(rows[0]["draws"])) > 1 and max(len(text.split()) for text in rows[0]["draws"]) > 4
+    assert any("\n" in row["prediction"] for row in mezzo.predict(SQUAD, **options)), "more than one line"
+    assert 0 <= mezzo.evaluate(**options, data=SQUAD, temperature=1.0, draws=2).value <= 1
+    with pytest.raises(ConfigError, match="add --temperature 1"):
+        mezzo.evaluate(**options, data=SQUAD, draws=2)
+    with pytest.raises(ConfigError, match="belongs to the torch engine"):
+        mezzo.evaluate(**options, data=SQUAD, temperature=1.0, engine="sglang")
+
+
+def test_chat_template_frames_the_prompt(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(locate(LLAMA))
+    tokenizer.chat_template = CHAT
+    for task, row in (("squad", SQUAD[0]), ("sst-2", {"text": "A dull film."})):
+        plain, chat = (Encoder(get_task(task, "causal"), tokenizer, chat=chat) for chat in (False, True))
+        example = Example(row, 0)
+        text = plain.tokenizer.decode(plain.encode(example).ids[len(plain.tokenizer.leading_ids) :])
+        expected = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+        )
+        assert chat.render(example) == expected
+    assert chat.readout.words != plain.readout.words, "the answer begins the model's message, without a space"
+    folder = shutil.copytree(locate(LLAMA), tmp_path / "chat")
+    tokenizer.save_pretrained(folder)
+    (row,) = mezzo.predict(SQUAD[:1], model=str(folder), task="squad", chat=True, threads=1)
+    assert isinstance(row["prediction"], str)
+    with pytest.raises(TaskError, match="no chat template; leave out --chat"):
+        mezzo.evaluate(model=LLAMA, task="squad", data=SQUAD, chat=True)
+    with pytest.raises(TaskError, match="for causal models"):
+        mezzo.evaluate(model="mezzo/roberta-mini", task="sst-2", data=[{"text": "a", "label": 1}], chat=True)
