@@ -45,6 +45,8 @@ def _check_combinations(config: RunConfig) -> None:
         raise ConfigError(
             "workers start engines of their own: name all servers in --url instead, they share each batch"
         )
+    if config.offload and config.quantize:
+        raise ConfigError("a quantised base is small enough to stay on the device: give --quantize or --offload")
     if config.draws > 1 and not config.temperature:
         raise ConfigError("--draws are all the same at temperature 0: add --temperature 1")
     if config.ray_address and not config.workers:

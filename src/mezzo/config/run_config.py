@@ -41,6 +41,9 @@ class RunConfig:
     quantize: str | None = option("model", None,
         "keep the frozen base in 8bit or 4bit, by bitsandbytes; with --space lora or prefix",
         choices=("8bit", "4bit"), commands=USE)
+    offload: bool = option("model", False,
+        "keep the layers in host memory and copy each to the GPU when it runs; with --space lora or prefix",
+        commands=USE, resumable=True, reopen="machine")
     micro_batch: int | None = option("model", None,
         "examples in one forward; less needs less memory [16 on a CPU, else the whole batch]",
         at_least=1, commands=(*USE, "bench"), reopen="machine")

@@ -54,6 +54,8 @@ class EngineSpec:
     dtype: str = "float32"
     threads: int | None = None
     remote_code: bool = False
+    offload: bool = False
+    """Keep the frozen layers in host memory and copy each to the device when it runs."""
     gradients: bool = False
     """The engine will be asked for gradients, so that every operation of its forward must have one."""
     quantize: str | None = None

@@ -45,7 +45,7 @@ class EngineInfo:
 ENGINES: dict[str, EngineInfo] = {
     "torch": EngineInfo(
         factory="mezzo.engines.torch:open_engine",
-        options=("quantize", "train_head", "temperature", "top_p", "draws"),
+        options=("quantize", "offload", "train_head", "temperature", "top_p", "draws"),
         gradients=True,
     ),
     "sglang": EngineInfo(

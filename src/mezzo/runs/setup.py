@@ -147,6 +147,7 @@ class Setup:
             threads=config.threads,
             remote_code=config.remote_code,
             quantize=config.quantize,
+            offload=config.offload,
             gradients=config.method == "adam",
             tp=config.tp,
             urls=config.url,
@@ -224,9 +225,10 @@ def resolve_setup(config: RunConfig, task: Task | None = None) -> Setup:
     family = family_of(model_config)
     config = apply_defaults(config, family)
     parse_budget(config.budget)
-    if config.quantize and config.space not in ADAPTERS:
+    keeping = "--quantize" if config.quantize else "--offload" if config.offload else ""
+    if keeping and config.space not in ADAPTERS:
         raise ConfigError(
-            f"a quantised base stays as it is: --quantize goes with --space {' or '.join(ADAPTERS)}, not {config.space!r}"
+            f"the base stays as it is with {keeping}: it goes with --space {' or '.join(ADAPTERS)}, not {config.space!r}"
         )
     make_space(config)
     longest = longest_input(model_config)

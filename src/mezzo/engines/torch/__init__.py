@@ -45,6 +45,7 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
         prefix_ids=spec.prefix_ids,
         cache_mb=spec.cache_mb,
         gradients=spec.gradients,
+        offload=spec.offload,
         base_digest=quantized.checkpoint_digest(locate(spec.model), spec.quantize) if spec.quantize else "",
     )
     if spec.many_probes and spec.fewer_rows:

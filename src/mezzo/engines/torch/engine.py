@@ -29,6 +29,7 @@ from mezzo.engines.torch.forward.shared_prompts import can_share, score_candidat
 from mezzo.engines.torch.forward.trained_modules import TrainedModules
 from mezzo.engines.torch.gradients import GradientDescent
 from mezzo.engines.torch.initial_values import initial_lora_factor, initial_prefix, untrained_partners
+from mezzo.engines.torch.offload import LayerStream
 from mezzo.engines.torch.quantized import is_quantized
 from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.errors import ConfigError, ModelError, RunFailed, SpaceError, is_out_of_memory
@@ -71,14 +72,20 @@ class TorchEngine:
         prefix_ids: Sequence[int] = (),
         cache_mb: float = 0,
         gradients: bool = False,
+        offload: bool = False,
         base_digest: str = "",
     ) -> None:
         refuse_pairs(model.config)
         self.device = torch.device(device)
         self.quantized = is_quantized(model)
-        if self.quantized and not space.adapter:
-            raise SpaceError(f"a quantised base stays as it is: --space {' or '.join(ADAPTERS)}, not {space.kind!r}")
-        self.model = (model if self.quantized else model.to(self.device)).eval().requires_grad_(False)
+        self.frozen_base = self.quantized or offload
+        """Whether the model's own layers can hold nothing that is trained."""
+        if self.frozen_base and not space.adapter:
+            raise SpaceError(
+                f"a base that is quantised or offloaded stays as it is: --space {' or '.join(ADAPTERS)}, not {space.kind!r}"
+            )
+        self.layer_stream = LayerStream(model, self.device) if offload else None
+        self.model = (model if self.frozen_base else model.to(self.device)).eval().requires_grad_(False)
         self.dtype: torch.dtype = self.model.dtype  # type: ignore[assignment]
         """The type of the stored weights. A CPU computes in float32 whatever it is: 16-bit products are slow there."""
         self.micro_batch = micro_batch or MicroBatch(rows=64)
@@ -97,7 +104,9 @@ class TorchEngine:
         self.trained: tuple[TrainedTensor, ...] = select(space, self.catalogue)
         self.transposed = {t.name for t in self.catalogue if t.transposed}
         start = {**dict(self.model.named_parameters()), **stored, **prefixes}
-        self.population = self._make_population(start, NoiseSource(noise_kind, self.device), seed, not gradients)
+        self.population = self._make_population(
+            start, NoiseSource(noise_kind, self.device), seed, not (gradients or offload)
+        )
         modules = TrainedModules(self.model, self.population, space.scaling)
         # Before the parameters become views: a CPU runs no plain forward once they are 16-bit.
         self.frozen_cache = frozen_cache.find(model, modules.changed_by_training(), int(cache_mb * frozen_cache.MIB))
@@ -293,11 +302,11 @@ class TorchEngine:
         if self.quantized:
             raise ConfigError("a quantised base cannot take in what was trained: export the adapter instead")
         self.flush_updates()
-        with self.plan.suspended():
+        with self.plan.suspended(), self.layer_stream.suspended() if self.layer_stream else contextlib.nullcontext():
             model = copy.deepcopy(self.model)
         for name, parameter in model.named_parameters():
             delta = self.lora_delta(name)
-            merged = parameter.data.clone() if delta is None else parameter.data + delta
+            merged = parameter.data.clone() if delta is None else parameter.data + delta.to(parameter.device)
             parameter.data = merged.to(self.stored_types[name])
         return model
 

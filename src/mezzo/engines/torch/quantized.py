@@ -72,7 +72,10 @@ def lora_hooks(model: nn.Module, factors: dict[str, tuple[Tensor, Tensor]], scal
     """Plain LoRA by hooks: module path → (A, B), added to the output of the quantised layer. For the check before step 1."""
 
     def hook(down: Tensor, up: Tensor) -> Any:
-        return lambda _module, args, output: output + scaling * (args[0] @ down.T @ up.T)
+        def add(_module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            return output + (scaling * (args[0].to(down.dtype) @ down.T @ up.T)).to(output.dtype)
+
+        return add
 
     with ExitStack() as hooks:
         for path, pair in factors.items():

@@ -70,7 +70,7 @@ def _advice(engine: TorchEngine) -> str:
 def _weights_at(engine: TorchEngine, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The model's weights that a probe's `tensors` change, with LoRA merged into them."""
     weights = {t.name: tensors[t.name] for t in engine.trained if t.kind not in ("lora_A", "lora_B")}
-    if not engine.quantized:
+    if not engine.frozen_base:
         for name, parameter in engine.model.named_parameters():
             if (delta := engine.lora_delta(name, tensors)) is not None:
                 weights[name] = parameter + delta
@@ -78,8 +78,8 @@ def _weights_at(engine: TorchEngine, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def _quantized_lora(engine: TorchEngine, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Module → LoRA's factors at a probe, where they cannot be merged into quantised weights."""
-    if not engine.quantized or engine.space.kind != "lora":
+    """Module → LoRA's factors at a probe, where they cannot be merged into weights that stay as they are."""
+    if not engine.frozen_base or engine.space.kind != "lora":
         return {}
     tensors = {**tensors, **engine.population.frozen}
     paths = dict.fromkeys(name.split(".lora_")[0] for name in tensors if ".lora_" in name)
