@@ -26,9 +26,9 @@ from mezzo.untrusted import printable
 SEEDS = ("seed", "data_seed")
 # What does not change what is learned: the folder, and the machine.
 IRRELEVANT = {
-    *("out", "track", "snapshot_minutes", "device", "threads", "cache_mb", "url", "remote_code"),
-    *(name for name, option in OPTIONS.items() if option.group == "workers"),
-}
+    *("out", "track", "snapshot_minutes"),
+    *(name for name, option in OPTIONS.items() if option.group == "workers" or option.reopen == "machine"),
+} - {"model", "engine"}
 # Folders between the one that is named and a run.
 MAX_DEPTH = 3
 MAX_CHARACTERS = 60
