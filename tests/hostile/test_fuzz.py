@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mezzo.api import best_step, finetune, open_run
 from mezzo.cli import main
 from mezzo.errors import MezzoError
 from mezzo.journal.compact import export_compact, import_compact
@@ -82,6 +83,22 @@ def replace_at(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     return result
 
 
+@pytest.fixture(scope="module")
+def prefix_run(tiny_folder: str, tiny_data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("prefix") / "run"
+    options = {
+        "space": "prefix",
+        "steps": 2,
+        "batch_size": 4,
+        "eval_limit": 4,
+        "threads": 1,
+        "device": "cpu",
+        "lr": 1e-2,
+    }
+    finetune(tiny_folder, task="sst-2", train=tiny_data, dev=tiny_data, **options, out=str(out))
+    return out
+
+
 DELETED = object()
 REPLACEMENTS = st.one_of(VALUES, st.just(DELETED))
 
@@ -149,6 +166,55 @@ def test_eval_of_a_run_with_changed_metrics_and_config_is_refused_in_one_line(
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(replace_at(config, (list(config)[pick % len(config)],), new)))
     assert expect_refusal("eval", str(run), "--data", str(run / "none.jsonl"))
+
+
+RUN_FILES = ("journal.jsonl", "metrics.jsonl", "mistakes.jsonl", "config.json")
+
+
+@settings(QUICK, max_examples=60)
+@given(
+    name=st.sampled_from(RUN_FILES),
+    line=st.integers(0, 40),
+    pick=st.integers(0, 400),
+    new=REPLACEMENTS,
+    raw=st.booleans(),
+)
+def test_report_of_a_run_with_a_changed_file_never_crashes(
+    valid_run, run_command, workspace, name, line, pick, new, raw
+):
+    """Any value of any line, evaluations of the journal included, or bytes in its place."""
+    run = copy_run(valid_run, workspace)
+    path = run / name
+    rows = [json.loads(path.read_text())] if name == "config.json" else read_json_lines(path)
+    index = line % len(rows)
+    paths = json_paths(rows[index])[1:]
+    rows[index] = replace_at(rows[index], paths[pick % len(paths)], new)
+    if name == "journal.jsonl":
+        write_journal(path, rows)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if raw:
+        data = path.read_bytes()
+        path.write_bytes(data[: pick * 7] + repr(new).encode() + data[pick * 9 :])
+    code, stderr = run_command("report", str(run))
+    assert code in (0, 2), stderr
+    code, stderr = run_command("runs", str(run))
+    assert code in (0, 2), stderr
+    result_or_message(lambda: best_step(read(run)))
+
+
+@settings(QUICK, max_examples=12)
+@given(junk=st.binary(max_size=60), where=st.integers(0, 4000), name=st.sampled_from(["start.bin", "snapshot"]))
+def test_start_and_snapshots_with_random_bytes_change_no_weights(prefix_run, run_command, workspace, junk, where, name):
+    """They are used as they were written, or not at all."""
+    run = copy_run(prefix_run, workspace)
+    path = run / "start.bin" if name == "start.bin" else next((run / "snapshots").iterdir())
+    data = path.read_bytes()
+    where %= len(data)
+    changed = data[:where] + junk + data[where + len(junk) :]
+    path.write_bytes(changed)
+    found = result_or_message(lambda: open_run(run, at=2)[0].digest())
+    assert found == read(prefix_run).marks[2] or (name == "start.bin" and changed != data and str(path) in found)
 
 
 TOML = """[model]
