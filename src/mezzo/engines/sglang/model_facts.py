@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from mezzo.engines.base import EngineSpec
-from mezzo.engines.sglang.support import TRAINABLE_SPACES, refuse_space, refuse_tensors
+from mezzo.engines.hf_hub import load_config
+from mezzo.engines.sglang.support import TRAINABLE_SPACES, refuse_architecture, refuse_space, refuse_tensors
 from mezzo.engines.torch import catalog
 from mezzo.engines.torch.initial_values import initial_lora_factor, untrained_partners
 from mezzo.engines.torch.loading import load_model
@@ -38,6 +39,7 @@ class ModelFacts:
 def read_model_facts(spec: EngineSpec) -> ModelFacts:
     """Read the checkpoint once with transformers; names, digest and selection are then the same as on the torch engine."""
     space = spec.space
+    refuse_architecture(load_config(spec.model, spec.remote_code).model_type, spec.family)
     if space.kind in TRAINABLE_SPACES:
         refuse_space(space)
     model = load_model(

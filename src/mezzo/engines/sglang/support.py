@@ -8,11 +8,27 @@ from mezzo.engines.registry import ENGINES
 from mezzo.engines.sglang.module_names import ENCODER_LAYER, module_of, projection_of, sglang_path
 from mezzo.errors import ModelError, SpaceError
 from mezzo.method.space import Space
-from mezzo.types import TrainedTensor
+from mezzo.types import Family, TrainedTensor
 
 TRAINABLE_SPACES = ENGINES["sglang"].spaces
 # The modules that SGLang's adapters reach; `mid_proj` exists only in this package's own encoder.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "mid_proj")
+
+
+# Causal architectures whose adapters SGLang serves as transformers computes them: a tiny one of each is tested.
+ARCHITECTURES = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "opt", "gemma", "gemma2", "gemma3_text"),
+    *("granite", "phi", "olmo2", "starcoder2", "stablelm"),
+)
+
+
+def refuse_architecture(model_type: str, family: Family) -> None:
+    """Raise ModelError for a causal model that is not known to be served correctly."""
+    if family == "causal" and model_type not in ARCHITECTURES:
+        raise ModelError(
+            f"{model_type!r} models are not tested on SGLang with adapters: use --engine torch "
+            f"(tested: {', '.join(ARCHITECTURES)})"
+        )
 
 
 def refuse_head(classes: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import os
 import re
@@ -17,12 +18,14 @@ from typing import Any
 import torch
 
 from mezzo.engines.base import EngineSpec
-from mezzo.engines.hf_hub import locate
+from mezzo.engines.hf_hub import load_config, locate
 from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD, AdapterShape, peft_names
 from mezzo.engines.sglang.model_facts import ModelFacts
 from mezzo.engines.sglang.module_names import module_of, sglang_path
 from mezzo.errors import ConfigError, ModelError, RunFailed
 
+# Settings that SGLang reads, and those of transformers that say the same: OPT has no grouped heads, Gemma another name.
+STATED_AS = {"num_key_value_heads": "num_attention_heads", "hidden_act": "hidden_activation"}
 # Size of the key-value cache: enough for a large batch; SGLang lowers it where a GPU has less memory.
 CACHE_TOKENS = {"cpu": 65_536, "cuda": 1_048_576}
 
@@ -108,6 +111,8 @@ def engine_arguments(spec: EngineSpec, shape: AdapterShape | None, cpu: bool) ->
         "log_level": "error",
         "custom_sigquit_handler": raise_worker_died,
     }
+    if missing := _missing_settings(load_config(spec.model, spec.remote_code)):
+        arguments["json_model_override_args"] = json.dumps(missing)
     if spec.family == "masked":  # an encoder attends in both directions, so nothing can be cached
         arguments |= {"is_embedding": True, "disable_radix_cache": True}
     if cpu:
@@ -124,6 +129,12 @@ def engine_arguments(spec: EngineSpec, shape: AdapterShape | None, cpu: bool) ->
             "lora_backend": "torch_native" if cpu else "triton",
         }
     return arguments
+
+
+def _missing_settings(config: Any) -> dict[str, Any]:
+    """What SGLang reads from a configuration and some architectures do not state, or state under another name."""
+    missing = {name: getattr(config, other, None) for name, other in STATED_AS.items() if not hasattr(config, name)}
+    return {name: value for name, value in missing.items() if value is not None}
 
 
 def load_zero_adapters(engine: Any, shape: AdapterShape, facts: ModelFacts, names: Sequence[str]) -> None:
