@@ -111,6 +111,13 @@ def test_page_makes_no_requests_and_has_no_scripts(finished, tmp_path):
     assert links == ["data:,"]
 
 
+def test_figures_of_dev_are_not_said_to_be_of_test(finished, tmp_path):
+    page = mezzo.report(finished, out=tmp_path / "p.html").read_text()
+    assert "16 train, 16 dev examples" in page, "there is no test set"
+    assert "zero-shot (dev)" in page and "dev, zero-shot" in page
+    assert "(test)" not in page and "test, " not in page
+
+
 def test_untrusted_run_cannot_inject_code_into_the_page(run, tmp_path):
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps({**config, "model": HOSTILE, HOSTILE: [HOSTILE]}))
@@ -412,7 +419,8 @@ def test_live_page_follows_a_training_run(tiny_folder, tiny_data, browser, tmp_p
         assert page.locator(".verdict strong").inner_text() == "running"
         assert re.search(r"step 11 of 30, \d+ s left", page.locator(".verdict").inner_text())
         figures = page.locator(".figures").inner_text()
-        assert re.search(r"\d s\s+time left", figures) and re.search(r"\d (steps/s|s/step)\s+pace", figures)
+        assert re.search(r"\d s\s+time left", figures)
+        assert re.search(r"\d\s+(steps per second|seconds per step)", figures)
         assert re.search(r"\d\.\d{4}\s+loss", figures)
         assert page.evaluate("getComputedStyle(document.querySelector('.verdict strong')).color") == "rgb(29, 78, 216)"
         for _ in records:

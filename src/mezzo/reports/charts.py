@@ -101,11 +101,11 @@ def _metric(run: RunData) -> Iterator[Chart]:
         series.append(_evaluation_series(run, [final], "value", f"{final.split} at the end", 2, band=True))
     baselines = []
     if zero_shot := metrics.zero_shot:
-        baselines.append(Baseline("zero-shot (test)", zero_shot.value, 4))
+        baselines.append(Baseline(f"zero-shot ({metrics.tested_on})", zero_shot.value, 4))
         if zero_shot.calibrated is not None:
-            baselines.append(Baseline("calibrated zero-shot (test)", zero_shot.calibrated, 3))
+            baselines.append(Baseline(f"calibrated zero-shot ({metrics.tested_on})", zero_shot.calibrated, 3))
     if metrics.majority is not None:
-        baselines.append(Baseline("majority class (test)", metrics.majority, 7))
+        baselines.append(Baseline(f"majority class ({metrics.tested_on})", metrics.majority, 7))
     chart = Chart("metric", run.metric, tuple(series), tuple(baselines), best=_best(run), percent=True)
     yield _over(run, chart)
 

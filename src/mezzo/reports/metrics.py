@@ -59,7 +59,12 @@ class Metrics:
             self._see(event)
         # The tested checkpoint of a finished run. Some keys of its event differ.
         tested = {**self.result, "step": self.result.get("best_step", 0), "n": self.result.get("n_test")}
-        self.final = _parse_evaluation(tested, "dev" if self.result.get("tested_on") == "dev" else "test")
+        self.final = _parse_evaluation(tested, self.tested_on)
+
+    @property
+    def tested_on(self) -> str:
+        """The split of the zero-shot and the final figure: dev where there is no test data."""
+        return "dev" if self.result.get("tested_on") == "dev" or self.start.get("test") == 0 else "test"
 
     def _see(self, event: Event) -> None:
         match event.get("event"):
@@ -77,7 +82,7 @@ class Metrics:
             case "evaluation" if (found := _parse_evaluation(event, "dev")) and len(self.evaluations) < MAX_EVALUATIONS:
                 self.evaluations.append(found)
             case "zero-shot":
-                self.zero_shot = self.zero_shot or _parse_evaluation(event, "test")
+                self.zero_shot = self.zero_shot or _parse_evaluation(event, self.tested_on)
             case "warning" if len(self.warnings) < MAX_TEXTS:
                 step = int(finite_number(event.get("step")) or 0)
                 self.warnings.append(RunWarning(step, str(event.get("kind", "note"))[:MAX_CHARACTERS], _text(event)))

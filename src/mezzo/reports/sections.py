@@ -18,6 +18,8 @@ from mezzo.reports.metrics import MAX_CHARACTERS, Event, RecordedEvaluation, fin
 from mezzo.reports.run_data import RunData
 from mezzo.runs.model_card import METHOD_OPTIONS
 
+# What the units of a pace are called where there is room.
+PACES = {"steps/s": "steps per second", "s/step": "seconds per step"}
 # Mistakes that are visible without expanding the rest.
 VISIBLE_MISTAKES = 8
 
@@ -73,13 +75,12 @@ def _figures(run: RunData) -> str:
         figures.append(("skipped steps", str(run.skipped_steps)))
     progress = run.progress
     if run.running:
-        shown_now = (
-            ("loss", progress.loss.removeprefix("loss ")),
-            ("time left", progress.time_left.removesuffix(" left")),
-        )
+        loss = progress.loss.removeprefix("loss ").split(" → ")[-1].split(",")[0]  # there is room for a number
+        shown_now = (("loss", loss), ("time left", progress.time_left.removesuffix(" left")))
         figures += [(name, figure) for name, figure in shown_now if figure]
     if progress.pace:
-        figures.append(("pace", progress.pace))
+        number, unit = progress.pace.split()
+        figures.append((PACES[unit], number))
     if metrics.peak_memory:
         figures.append(("peak memory", f"{metrics.peak_memory:,.0f} MiB"))
     if (seconds := finite_number(metrics.result.get("seconds"))) is not None:
@@ -98,11 +99,11 @@ def _warnings(run: RunData) -> str:
 def _evaluations(run: RunData) -> str:
     rows = []
     if zero_shot := run.metrics.zero_shot:
-        rows.append(_evaluation_row("test, zero-shot", zero_shot))
-        rows += _calibrated_row("test, calibrated zero-shot", zero_shot)
+        rows.append(_evaluation_row(f"{run.metrics.tested_on}, zero-shot", zero_shot))
+        rows += _calibrated_row(f"{run.metrics.tested_on}, calibrated zero-shot", zero_shot)
         if run.metrics.majority is not None:
             constant = replace(zero_shot, value=run.metrics.majority, interval=(math.nan, math.nan), loss=math.nan)
-            rows.append(_evaluation_row("test, majority class", constant))
+            rows.append(_evaluation_row(f"{run.metrics.tested_on}, majority class", constant))
     best, by_step = run.best, {evaluation.step: evaluation for evaluation in run.metrics.evaluations}
     for step, evaluation in sorted(by_step.items()):
         is_best = best is not None and step == best.step

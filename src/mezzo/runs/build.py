@@ -342,7 +342,8 @@ def _refuse_missing_data(config: RunConfig, folder: Folder) -> None:
 def _check_same_counts(earlier: Iterable[dict[str, Any]], setup: Setup, changes: dict[str, Any]) -> None:
     """Dev and test data from another place have no digest, but must at least have as many examples."""
     started = next((event for event in earlier if event.get("event") == "start"), {})
-    for name, examples in (("dev", setup.splits.dev), ("test", setup.splits.test)):
+    splits = setup.splits
+    for name, examples in (("dev", splits.dev), ("test", splits.test if splits.has_test else ())):
         before = started.get(name, len(examples))
         if name in changes and "eval_limit" not in changes and before != len(examples):
             raise JournalError(

@@ -88,7 +88,7 @@ class Session:
                 "budget_seconds": _finite(self.trainer.limits.seconds),
                 "train": len(self.setup.train_prompts),
                 "dev": len(splits.dev),
-                "test": len(splits.test),
+                "test": len(splits.test) if splits.has_test else 0,
                 "space": config.space,
                 "lr": config.lr,
                 "eps": config.eps,
