@@ -1,6 +1,6 @@
 """A disk that fails: a short run is killed at, or gets an error from, each of its file operations in turn.
 
-The suite tries a part of them. All of them, about five minutes: `python -m tests.disk_faults`.
+The suite tries a part of them. All of them, about ten minutes: `python -m tests.disk_faults`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shutil
 import sys
 import tempfile
 import traceback
@@ -97,7 +98,8 @@ def start_again(options: dict[str, Any]) -> str:
     from mezzo import api
 
     holds_run = (Path(options["out"]) / "journal.jsonl").exists()
-    return api.finetune(**({"resume": options["out"]} if holds_run else options)).digest
+    limits = {"resume": options["out"], "steps": options["steps"]}
+    return api.finetune(**(limits if holds_run else options)).digest
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -132,19 +134,27 @@ class Trial:
 
 
 class Trials:
-    """All that is known of the undisturbed run: its digest and its calls."""
+    """All that is known of the undisturbed run: its digest and its calls. Where it has `begun`, it is a resume of that run."""
 
-    def __init__(self, options: dict[str, Any], folder: Path) -> None:
-        self.options, self.folder, self._count = options, folder, 0
+    def __init__(self, options: dict[str, Any], folder: Path, begun: Path | None = None) -> None:
+        self.options, self.folder, self.begun, self._count = options, folder, begun, 0
+        folder.mkdir(exist_ok=True)
         whole = folder / "whole"
-        assert train_on(FaultyDisk(whole), {**options, "out": str(whole)}, folder / "said") == 0
+        assert train_on(FaultyDisk(whole), self._prepare(whole), folder / "said") == 0
         self.calls = (folder / "said").read_text().split()
         self.digest = start_again({**options, "out": str(whole)})
+
+    def _prepare(self, out: Path) -> dict[str, Any]:
+        """The options of a run in a new folder."""
+        if self.begun is None:
+            return {**self.options, "out": str(out)}
+        shutil.copytree(self.begun, out)
+        return {"resume": str(out), "steps": self.options["steps"]}
 
     def run(self, at: int, error: int | None) -> Trial:
         self._count += 1
         out = self.folder / str(self._count)
-        code = train_on(FaultyDisk(out, at, error), {**self.options, "out": str(out)}, self.folder / "said")
+        code = train_on(FaultyDisk(out, at, error), self._prepare(out), self.folder / "said")
         said = (self.folder / "said").read_text() if code != KILLED else ""
         try:
             digest = start_again({**self.options, "out": str(out)})
@@ -159,17 +169,33 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         options = short_run(write_tiny_model(folder), write_tiny_data(folder / "data.jsonl"))
-        trials = Trials(options, folder)
         bad = 0
-        for error in (None, *ERRORS):
-            for at in range(len(trials.calls)):
-                trial = trials.run(at, error)
-                for problem in trial.problems(trials.digest):
-                    bad += 1
-                    print(f"{trial}: {problem}", flush=True)
-        tried = len(trials.calls) * (len(ERRORS) + 1)
-        print(f"{tried} runs: {len(trials.calls)} calls, each killed and with {len(ERRORS)} errors; {bad} problems")
+        for name, begun in (("train", None), ("resume", begin_run(options, folder / "begun"))):
+            trials = Trials(options, folder / name, begun)
+            for error in (None, *ERRORS):
+                for at in range(len(trials.calls)):
+                    trial = trials.run(at, error)
+                    for problem in trial.problems(trials.digest):
+                        bad += 1
+                        print(f"{name}: {trial}: {problem}", flush=True)
+            tried = len(trials.calls) * (len(ERRORS) + 1)
+            print(
+                f"{name}: {tried} runs, {len(trials.calls)} calls, each killed and with {len(ERRORS)} errors",
+                flush=True,
+            )
+        print(f"{bad} problems")
         sys.exit(bool(bad))
+
+
+def begin_run(options: dict[str, Any], out: Path) -> Path:
+    """A run of half the steps with a torn journal and what a killed writer left."""
+    from mezzo import api
+
+    api.finetune(**{**options, "steps": options["steps"] // 2}, out=str(out))
+    with (out / "journal.jsonl").open("ab") as journal:
+        journal.write(b'{"step":2,"losses":[0.4')
+    (out / "snapshots" / ".step-000000002.safetensors.7.tmp").touch()
+    return out
 
 
 def short_run(model: str, data: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from mezzo.errors import ConfigError, JournalError
 from mezzo.journal import journal as journal_file
 from mezzo.journal.content import NAME, read
 from mezzo.journal.journal import NEW
-from tests.disk_faults import Trials, short_run, start_again
+from tests.disk_faults import Trials, begin_run, short_run, start_again
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,15 @@ def test_every_kind_of_call_may_fail(trials):
     for number, call in enumerate(sorted(set(trials.calls))):
         places = [at for at, name in enumerate(trials.calls) if name == call]
         trial = trials.run(places[-1 if call == "unlink" else len(places) // 2], (errno.EIO, errno.ENOSPC)[number % 2])
+        assert not list(trial.problems(trials.digest)), str(trial)
+
+
+def test_resume_may_be_killed_and_its_calls_may_fail(trials, tmp_path):
+    resumes = Trials(trials.options, tmp_path / "resume", begin_run(trials.options, tmp_path / "begun"))
+    assert resumes.digest == trials.digest
+    cut, rewritten = resumes.calls.index("ftruncate"), resumes.calls.index("replace", resumes.calls.index("ftruncate"))
+    for at, error in ((cut, None), (cut, errno.EIO), (rewritten, None), (rewritten, errno.EACCES)):
+        trial = resumes.run(at, error)
         assert not list(trial.problems(trials.digest)), str(trial)
 
 

@@ -151,7 +151,7 @@ def _count_forwards(journal: Content, metrics: Metrics) -> Totals:
         event["step"]: spent for event in journal.events if (spent := finite_number(event.get("spent"))) is not None
     }
     known, last, total = Sample[tuple[int, float]](), {0: 0.0}, 0.0
-    for record in journal.records:
+    for record in journal.records if journal.steps and journal.records[0].notes else ():  # those of solve have notes
         forwards = record.notes.get("forwards", math.nan)
         total = said.get(record.step + 1, total + forwards if math.isfinite(forwards) else total)
         if math.isfinite(forwards):
