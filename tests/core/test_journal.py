@@ -175,6 +175,18 @@ def test_compact_journal_is_small_and_has_the_same_updates(tmp_path, keep):
     assert content.header.seed == 4
 
 
+def test_compact_journal_keeps_directions_of_earlier_steps(tmp_path):
+    """As the moves that `solve` takes up again have them."""
+    seeds = [noise.step_seed(4, step, number) for step, number in ((0, 5), (0, 2), (1, 0), (2, 3))]
+    updates = [Update(tuple((seed, 0.5) for seed in seeds[:count])) for count in (2, 3, 4)]
+    updates += [Update(), Update(((seeds[1], 0.25),))]
+    with Journal.create(tmp_path, HEADER) as journal:
+        for step, update in enumerate(updates):
+            journal.append(StepRecord(step, (1.0,), (), update, 0.0))
+    export_compact(read(tmp_path), tmp_path / "j.mezzo")
+    assert [record.update for record in import_compact(tmp_path / "j.mezzo").records] == updates
+
+
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 400))
 def test_damaged_compact_journals_are_refused_in_one_line(tmp_path_factory, junk, cut):

@@ -24,6 +24,7 @@ MAGIC = b"mezzo-journal-2\n"
 MAX_HEADER = 64 * 2**20  # bytes after decompression; the file may come from anybody
 MAX_TERMS = 4_000_000  # of all steps
 MAX_DIRECTIONS = 4096  # of a step
+MAX_BACK = 2**32 // MAX_DIRECTIONS - 1  # steps to one whose directions are used again
 MAX_START = 2**29  # bytes of a prefix
 MAX_FILE = MAX_START + 2**28
 
@@ -34,15 +35,15 @@ def export_compact(content: Content, path: Path, best: int | None = None, start:
 
     `best` is the default position of a reader, `start` the initial values of a prefix.
     """
-    seed = content.header.seed
     if not content.header.rebuilds:
         raise JournalError(
             "a compact journal rebuilds weights, and a gradient run's cannot: export the adapter or the model"
         )
     counts, directions, coefs, keeps = array("I"), array("I"), array("f"), array("f")
     skipped: list[int] = []
+    known_directions = _Directions(content)
     for record in content.records:
-        own = _directions(record, seed, content.path)
+        own = known_directions.numbers(record)
         if len(directions) + len(own) > MAX_TERMS:
             raise JournalError(f"{content.path}: a compact journal holds at most {MAX_TERMS:,} directions")
         counts.append(len(own))
@@ -70,19 +71,32 @@ def export_compact(content: Content, path: Path, best: int | None = None, start:
     return len(data)
 
 
-def _directions(record: StepRecord, seed: int, path: Path) -> list[int]:
-    """The numbers of the directions whose seeds a step uses."""
-    wanted = [s for s, _ in record.update.terms]
-    numbers: dict[int, int] = {}
-    while not all(s in numbers for s in wanted):
-        if len(numbers) >= MAX_DIRECTIONS:
+class _Directions:
+    """What seeds stand for: a direction of the step itself, or of an earlier one whose move it takes up."""
+
+    def __init__(self, content: Content) -> None:
+        self.seed, self.path = content.header.seed, content.path
+        self._places: dict[int, tuple[int, int]] = {}
+        """Of seeds that were used, the step and the number."""
+
+    def numbers(self, record: StepRecord) -> list[int]:
+        """The number of each direction that a step uses, and MAX_DIRECTIONS more for each step that it goes back."""
+        wanted = [seed for seed, _ in record.update.terms]
+        missing = set(wanted) - self._places.keys()
+        for number in range(MAX_DIRECTIONS):
+            if not missing:
+                break
+            if (seed := step_seed(self.seed, record.step, number)) in missing:
+                missing.discard(seed)
+                self._places[seed] = record.step, number
+        if missing or any(record.step - self._places[seed][0] > MAX_BACK for seed in wanted):
             raise JournalError(
-                f"{path}: step {record.step} does not use the seeds of its header; it has no compact form"
+                f"{self.path}: step {record.step} does not use the seeds of its header; it has no compact form"
             )
-        known = len(numbers)
-        for number in range(known, max(2 * known, len(wanted))):
-            numbers[step_seed(seed, record.step, number)] = number
-    return [numbers[s] for s in wanted]
+        while len(self._places) > MAX_TERMS // 16:  # the oldest
+            del self._places[next(iter(self._places))]
+        places = (self._places[seed] for seed in wanted)
+        return [(record.step - step) * MAX_DIRECTIONS + number for step, number in places]
 
 
 def import_compact(path: Path) -> Content:
@@ -107,6 +121,8 @@ def import_compact(path: Path) -> Content:
         if steps > MAX_TERMS:
             raise ValueError(f"it claims {steps} steps, and {MAX_TERMS:,} is the most")
         counts, directions, coefs, keeps = _read_arrays(parts, steps)
+        if (directions // MAX_DIRECTIONS > np.repeat(np.arange(steps), counts)).any():
+            raise ValueError("it uses directions of steps before the first")
         marks = {int(step): str(digest) for step, digest in values["marks"].items()}
         skipped = {_count(step) for step in values["skipped"]}
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, zlib.error, RecursionError) as error:
@@ -116,7 +132,8 @@ def import_compact(path: Path) -> Content:
     def read(start: int, stop: int) -> Iterator[StepRecord]:
         for step in range(start, stop):
             own = slice(int(ends[step]) - int(counts[step]), int(ends[step]))
-            seeds = (step_seed(header.seed, step, number) for number in directions[own].tolist())
+            places = (divmod(number, MAX_DIRECTIONS) for number in directions[own].tolist())
+            seeds = (step_seed(header.seed, step - back, number) for back, number in places)
             update = Update(tuple(zip(seeds, coefs[own].tolist(), strict=True)), float(keeps[step]))
             yield StepRecord(step, (), (), update, math.nan, "non-finite loss" if step in skipped else "")
 
