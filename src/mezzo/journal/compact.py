@@ -114,8 +114,8 @@ def import_compact(path: Path) -> Content:
         raise JournalError(f"{path} is damaged: its checksum does not match")
     try:
         header_part, *parts = _split_parts(body)
-        start = _decompress(parts.pop(), MAX_START) if len(parts) == 5 else None
-        values = json.loads(_decompress(header_part, MAX_HEADER))
+        start = parts.pop() if len(parts) == 5 else None
+        values = json.loads(decompress(header_part, MAX_HEADER))
         header = parse_header(values, path)
         steps = _count(values["steps"])
         if steps > MAX_TERMS:
@@ -145,13 +145,13 @@ def import_compact(path: Path) -> Content:
 def _read_arrays(parts: Sequence[bytes], steps: int) -> tuple[Any, Any, Any, Any]:
     """Terms of each step, the number of each term's direction, its coefficient, and the keep of each step."""
     counts_part, directions_part, coefs_part, keeps_part = parts
-    counts = _from_byte_planes(_decompress(counts_part, 4 * steps), "<u4", steps)
+    counts = _from_byte_planes(decompress(counts_part, 4 * steps), "<u4", steps)
     terms = int(counts.sum(dtype=np.int64))
     if terms > MAX_TERMS:
         raise ValueError(f"it claims {terms} directions, and {MAX_TERMS:,} is the most")
-    directions = _from_byte_planes(_decompress(directions_part, 4 * terms), "<u4", terms)
-    coefs = _from_byte_planes(_decompress(coefs_part, 4 * terms), "<f4", terms)
-    keeps = _from_byte_planes(_decompress(keeps_part, 4 * steps), "<f4", steps)
+    directions = _from_byte_planes(decompress(directions_part, 4 * terms), "<u4", terms)
+    coefs = _from_byte_planes(decompress(coefs_part, 4 * terms), "<f4", terms)
+    keeps = _from_byte_planes(decompress(keeps_part, 4 * steps), "<f4", steps)
     if not np.isfinite(coefs).all() or not np.isfinite(keeps).all():
         raise ValueError("a step of it is not finite")
     return counts, directions, coefs, keeps
@@ -180,7 +180,7 @@ def _split_parts(body: bytes) -> Iterator[bytes]:
     raise ValueError("there is more in it than a journal")
 
 
-def _decompress(part: bytes, size: int) -> bytes:
+def decompress(part: bytes, size: int) -> bytes:
     """At most `size` bytes: a small file must not expand to a large one."""
     inflate = zlib.decompressobj()
     data = inflate.decompress(part, size + 1)

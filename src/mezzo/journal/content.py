@@ -67,7 +67,7 @@ class Content:
     best: int | None = None
     """The step of the best checkpoint, where the file itself knows it: a compact journal does."""
     start: bytes | None = None
-    """The initial values of a prefix, where the file itself holds them: a compact journal does."""
+    """The initial values of a prefix, compressed, where the file itself holds them: a compact journal does."""
 
     @property
     def steps(self) -> int:

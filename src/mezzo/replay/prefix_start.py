@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+import zlib
 
 import numpy as np
 import numpy.typing as npt
 
 from mezzo.engines.base import Engine
 from mezzo.errors import JournalError, RunFailed
+from mezzo.journal.compact import decompress
 from mezzo.journal.content import Content
 from mezzo.journal.journal import START
 from mezzo.types import TrainedTensor
@@ -46,11 +48,11 @@ def restore_prefix_start(engine: Engine, content: Content) -> None:
 
 def read_start(content: Content) -> bytes:
     """The stored values of a journal whose run trains a prefix."""
-    path = content.path.with_name(START)
+    path = content.path.with_name(START) if content.start is None else content.path
     size = sum(2 * math.prod(t.shape) for t in content.header.tensors if t.kind == "prefix")
     try:
-        data = read_bytes(path, size) if content.start is None else content.start
-    except (OSError, ValueError) as error:
+        data = read_bytes(path, size) if content.start is None else decompress(content.start, size)
+    except (OSError, ValueError, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise JournalError(f"{path}: {reason}; without the start of its prefix the run cannot be rebuilt") from None
     if len(data) != size or hashlib.sha256(data).hexdigest() != content.header.start:
