@@ -133,7 +133,7 @@ def test_scores_that_are_not_finite_leave_out_a_direction_or_skip_the_step():
 
 def test_moves_that_are_not_finite_are_never_chosen():
     losses = np.array([[1.0, 1.0], [np.nan, 0.1], [0.8, 0.9], [np.inf, 0.0]])
-    index, gain, error = choose_move(losses)
+    index, _, gain, error = choose_move(losses)
     assert index == 1 and gain == pytest.approx(0.15) and error > 0
     assert choose_move(np.array([[1.0, 1.0], [np.nan, 0.1]]))[0] is None
     assert choose_move(np.array([[1.0, 1.0], [1.5, 1.1]]))[0] is None
@@ -142,6 +142,15 @@ def test_moves_that_are_not_finite_are_never_chosen():
 def test_a_gain_must_be_beyond_its_margin():
     losses = np.array([[1.0, 1.0, 1.0, 1.0], [0.1, 1.8, 0.5, 1.2]])
     assert choose_move(losses)[0] == 0 and choose_move(losses, margin=1.0)[0] is None
+
+
+def test_the_usual_move_is_kept_unless_another_is_better_beyond_chance():
+    theta, usual = np.full(4, 1.0), np.array([0.8, 0.9, 0.7, 0.8])
+    luckier, better = usual + [-0.3, 0.2, 0.2, -0.2], usual - [0.1, 0.2, 0.1, 0.2]
+    assert choose_move(np.stack([theta, luckier, usual]), usual=1)[0] == 1
+    assert choose_move(np.stack([theta, luckier, usual]))[0] == 0
+    assert choose_move(np.stack([theta, better, usual]), usual=1)[0] == 0
+    assert choose_move(np.stack([theta, usual, np.full(4, np.nan)]), usual=1)[0] == 0
 
 
 @pytest.mark.parametrize(("train", "held_out"), [(5000, 0), (96, 96), (32, 32), (20, 2), (3, 0), (1, 1), (700, 80)])

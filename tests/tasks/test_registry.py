@@ -111,7 +111,10 @@ OURS: dict[tuple[str, str], tuple[str, list[str] | int]] = {
     ("causal", "sst-5"): ("A. It was", list(DEGREES.values())),
     ("causal", "subj"): ("A. This is", ["subjective", "objective"]),
     ("causal", "cola"): ("A. This is", ["incorrect", "correct"]),
-    ("causal", "trec"): ("Question: A.\nAnswer type:", [word.lower() for word in TREC.values()]),
+    ("causal", "trec"): (
+        "Question: A.\nAnswer type:",
+        ["description", "thing", "expression", "human", "location", "number"],
+    ),
     **{("causal", name): (PAIR_3, ["No", "Yes", "Maybe"]) for name in ("mnli", "snli", "pairs")},
     ("causal", "qnli"): ('B.\nDoes this answer the question "A."? Yes or No?\n', ["Yes", "No"]),
     ("causal", "mrpc"): ("A.\nB.\nDo these two sentences mean the same? Yes or No?\n", ["No", "Yes"]),

@@ -1,7 +1,7 @@
 """Solve for the move: a step that uses every score, and needs no learning rate.
 
 A step scores a batch at θ and along n directions, solves for the coefficients of the move in the linear model of these
-scores (`score_model`), and tries the solutions for several degrees of caution on examples that were not fitted. The best one
+scores (`score_model`), and tries its solutions for several ridges on examples that were not fitted. The best one
 becomes the update if it lowers their loss; otherwise the step moves nothing. How many directions and examples a step takes, how
 wide its finite differences are and when to end follow from the steps before.
 """
@@ -135,8 +135,8 @@ class Solve:
         terms = [combine(directions, move) for move in moves]
         tried = yield Question(judges, (Probe(), *map(Probe, terms)))
         losses = _losses_per_example(tried, judges)
-        chosen, gain, error = choose_move(losses, HELD_OUT_MARGIN if self.held_out else 0.0)
-        best = int(losses[1:].mean(axis=1).argmin())
+        usual = CAUTIONS.index(1.0) if self._ridge else None
+        chosen, best, gain, error = choose_move(losses, HELD_OUT_MARGIN if self.held_out else 0.0, usual)
         notes |= {
             "change": float(self.eps * model.changes.std()),
             "ridge": ridges[chosen] if chosen is not None else math.inf,
@@ -214,17 +214,25 @@ def make_model(scores: Scores, batch: Batch, eps: float) -> tuple[ScoreModel | N
     return ScoreModel(logits[0], changes, batch.labels), finite[1:]
 
 
-def choose_move(losses: Floats, margin: float = 0.0) -> tuple[int | None, float, float]:
-    """Which move has the lowest loss on the judging examples, [1 + moves, B] with θ itself first: its index, its gain over θ and
-    the standard error of that gain. None: no gain is above so many standard errors."""
+def choose_move(losses: Floats, margin: float = 0.0, usual: int | None = None) -> tuple[int | None, int, float, float]:
+    """Which move to take by the losses on the judging examples, [1 + moves, B] with θ itself first: the one that has the lowest
+    or, so that chance does not decide, the `usual` one unless the lowest is a standard error lower.
+
+    Returns the move to take, None where its gain is not above so many standard errors; the move that was looked at; its gain
+    over θ, and the standard error of that gain."""
     means = np.where(np.isfinite(losses).all(axis=1), losses.mean(axis=1), np.inf)
     best = int(means[1:].argmin())
     if not math.isfinite(means[1 + best]) or not math.isfinite(means[0]):
-        return None, 0.0, 0.0
-    gains = losses[0] - losses[1 + best]
-    error = float(gains.std() / math.sqrt(max(1, len(gains) - 1)))
-    gain = float(gains.mean())
-    return (best if gain > margin * error else None), gain, error
+        return None, best, 0.0, 0.0
+    if usual is not None and math.isfinite(means[1 + usual]):
+        lead, error = _mean_and_error(losses[1 + usual] - losses[1 + best])
+        best = best if lead > error else usual
+    gain, error = _mean_and_error(losses[0] - losses[1 + best])
+    return (best if gain > margin * error else None), best, gain, error
+
+
+def _mean_and_error(values: Floats) -> tuple[float, float]:
+    return float(values.mean()), float(values.std() / math.sqrt(max(1, len(values) - 1)))
 
 
 def _losses_per_example(scores: Scores, batch: Batch) -> Floats:

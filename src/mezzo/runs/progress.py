@@ -113,7 +113,7 @@ class RunProgress:
         """Of solve the last step's loss on the judging examples, before and after its move; of spsa a mean of recent steps."""
         before, gain = (self.last_step.get(name) for name in ("before", "gain"))
         if before is not None and gain is not None:
-            moved = "caution" in self.last_step  # without a move it is infinite, and left out
+            moved = "ridge" in self.last_step  # without a move it is infinite, and left out
             return f"loss {before:.4f} → {before - gain:.4f}" if moved else f"loss {before:.4f}, no move helped"
         return f"loss {sum(self._losses) / len(self._losses):.4f}" if self._losses else ""
 
@@ -159,7 +159,7 @@ def replay_progress(events: Iterable[Mapping[str, Any]], since_last: float = 0.0
             if event == "start":
                 now, progress = 0.0, RunProgress(clock)
             now = now if event == "result" else max(now, float(values.get("seconds", now)))
-            figures = {name: float(values[name]) for name in ("before", "gain", "caution") if name in values}
+            figures = {name: float(values[name]) for name in ("before", "gain", "ridge") if name in values}
             progress(str(event), {**values, **figures})
         except (KeyError, TypeError, ValueError, OverflowError):  # a line that was edited by hand, or a stranger's
             continue

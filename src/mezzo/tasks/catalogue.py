@@ -163,7 +163,7 @@ TASKS: dict[str, Fields] = {
         "causal": {
             "template": "Question: {text}\nAnswer type:",
             # In lower case they are single tokens for many more models.
-            "words": ("description", "entity", "expression", "human", "location", "number"),
+            "words": ("description", "thing", "expression", "human", "location", "number"),
         },
         "sample": {"text": "Which river runs through Vienna ?"},
     },
