@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mezzo.errors import JournalError
+from mezzo.journal import content as content_module
 from mezzo.journal.compact import export_compact, import_compact
 from mezzo.journal.content import NAME, read
 from mezzo.journal.header import Header
@@ -99,6 +101,24 @@ def test_changed_byte_never_changes_a_step(tmp_path_factory, index, value):
     assert content.torn
     assert content.records == records[: content.steps]
     assert content.steps >= 9
+
+
+def test_run_that_writes_while_it_is_read_is_not_damaged(tmp_path, monkeypatch):
+    """The reader sees half a line; the rest of it, and the next, are there a moment later."""
+    records = write_journal(tmp_path)
+    path = tmp_path / NAME
+    data = path.read_bytes()
+    half = data.rindex(b'{"step":7') + 20
+    path.write_bytes(data[:half])
+    decode = content_module.decode_line
+
+    def decode_and_write(line: bytes, crc: int) -> Any:
+        if line == data[half - 20 : half]:
+            path.write_bytes(data)
+        return decode(line, crc)
+
+    monkeypatch.setattr(content_module, "decode_line", decode_and_write)
+    assert read(tmp_path).records == records[:7]
 
 
 def test_damaged_or_missing_lines_in_the_middle_are_refused(tmp_path):

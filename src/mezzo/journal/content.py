@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -100,9 +101,10 @@ def read(path: Path, accept_damage: bool = False) -> Content:
             number, size, crc = number + 1, size + len(line), decoded[1]
             line = file.readline(MAX_LINE)
         if not accept_damage and _is_followed(line, file):
+            repair = f"mezzo verify {shlex.quote(str(path.parent))} --repair"
             raise JournalError(
                 f"{path}: line {number} is damaged, or lines before it are missing, but later lines are sound: restore it from "
-                f"a copy, or 'mezzo verify {path.parent} --repair' cuts it there, and --resume computes the rest again"
+                f"a copy, or '{repair}' cuts it there, and --resume computes the rest again"
             )
         torn = path.stat().st_size - size
     records = Records(steps, lambda start, stop: _read_records(path, places, start, stop))
@@ -131,6 +133,8 @@ def find_journal(folder: Path) -> Path:
 
 def _is_followed(damaged: bytes, file: BinaryIO) -> bool:
     """Whether a line behind a damaged one fits the line before it: no crash leaves that."""
+    if len(damaged) < MAX_LINE and not damaged.endswith(b"\n"):
+        return False  # the end of the file when it was read: a writer may have gone on since
     before = damaged
     while line := file.readline(MAX_LINE):
         crc = read_crc(before)
