@@ -395,7 +395,8 @@ def test_five_commands_lead_from_a_messy_file_to_a_shared_model(trained_on_ticke
     assert answer == predicted[0]["prediction"], "transformers alone gives the same answer"
     adapter = get_peft_model(model, LoraConfig(target_modules=["query", "value"]))
     assert adapter.get_nb_trainable_parameters()[0] > 0, "and PEFT can train it on"
-    assert Path("tickets.mezzo").stat().st_size < 20_000
+    size = Path("model/model.safetensors").stat().st_size
+    assert Path("tickets.mezzo").stat().st_size < size / 100, "it grows with the steps, not with the model"
     texts = [row["message"] for row in rows[:3]]
     shared = [row["prediction"] for row in mezzo.predict(texts, "tickets.mezzo")]
     assert shared == [row["prediction"] for row in predicted[:3]]
