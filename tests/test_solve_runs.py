@@ -29,7 +29,10 @@ def options(tiny_run: dict[str, Any]) -> dict[str, Any]:
 )
 def test_a_run_in_every_space_and_type_is_rebuilt_from_its_journal(options, tmp_path, space, dtype, noise):
     run = mezzo.finetune(**{**options, "space": space, "dtype": dtype, "noise": noise}, out=str(tmp_path / "run"))
-    assert run.steps == 3 and run.moves and run.example_forwards == 3 * (7 * 16 + 7 * 16)
+    records = read(tmp_path / "run").records
+    moved = [sum(not records[step].update.empty for step in range(until)) for until in range(3)]
+    assert run.steps == 3 and run.moves
+    assert run.example_forwards == 3 * (7 * 16 + 7 * 16) + 16 * sum(moved), "each earlier move is a direction too"
     assert mezzo.verify(run.out).ok
     mezzo.export(run.out, "journal", out=str(tmp_path / "j.mezzo"))
     engine, _ = api.open_run(tmp_path / "j.mezzo", at=3)
@@ -39,7 +42,7 @@ def test_a_run_in_every_space_and_type_is_rebuilt_from_its_journal(options, tmp_
 @pytest.mark.parametrize(
     "readout",
     [
-        {"readout": "head"},
+        {"model": "mezzo/roberta-mini", "readout": "head", "samples": 16},
         {"objective": "vocabulary_cross_entropy"},
         {"model": "mezzo/llama-mini", "task": "sst-2", "readout": "candidates"},
     ],

@@ -119,7 +119,7 @@ def test_impossible_options_are_refused_in_one_line(folder, tiny_data, tmp_path,
         assert not Path(tmp_path / "run").exists()
         return said
 
-    assert "--quantize goes with --space lora or prefix" in say("--quantize", "8bit", "--space", "full")
+    assert "with --quantize: it goes with --space lora or prefix" in say("--quantize", "8bit", "--space", "full")
     assert "quantize is one of 8bit, 4bit" in say("--quantize", "3bit", "--space", "lora")
     assert "belongs to the torch engine" in say("--quantize", "4bit", "--engine", "sglang", "--space", "lora")
     with pytest.raises(SpaceError, match="stays as it is"):

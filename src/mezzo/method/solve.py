@@ -68,7 +68,9 @@ def plan_step(wanted: float, train: int, held_out: int, directions: int = 0, fit
     Sizes are powers of two and their middles (64, 96, 128, …): a device then sees few shapes.
     """
     examples = min(fitted or _round(wanted), train if held_out else max(1, train // 2))
-    count = directions or min(MOST_DIRECTIONS, max(DIRECTIONS, _round(DIRECTIONS * wanted / examples)))
+    count = directions or min(
+        MOST_DIRECTIONS, max(DIRECTIONS, _round(DIRECTIONS * wanted / max(examples, FIRST_EXAMPLES)))
+    )
     return StepSize(count, examples, min(MOST_JUDGED, held_out) or min(examples, max(1, train - examples)))
 
 
