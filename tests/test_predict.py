@@ -12,6 +12,7 @@ import pytest
 
 import mezzo
 from mezzo.cli import main
+from mezzo.errors import DataError
 
 TEXTS = ["a warm film", "", 'a "dull", long film']
 ROWS = [{"id": f"00{n}", "text": text, "label": "?"} for n, text in enumerate(TEXTS)]
@@ -126,6 +127,11 @@ def test_rows_that_cannot_be_read_are_one_line(run, monkeypatch, capsys, tmp_pat
         monkeypatch.setattr("sys.stdin", file)
         assert main(["predict", run]) == 2
         assert message in capsys.readouterr().err
+    rows = [*({"text": "a film"} for _ in range(258)), {"text": None}]
+    with pytest.raises(DataError, match="the data, row 259: 'text' is null"):
+        list(mezzo.predict(rows, run, threads=1))
+    with pytest.raises(DataError, match="the data, row 2: a row of task 'sst-2' is an object with text, not '3'"):
+        list(mezzo.predict(["a film", 3], run, threads=1))
     assert main(["predict", run, "nowhere.txt"]) == 2
     assert "no file 'nowhere.txt'" in capsys.readouterr().err
     assert main(["predict", run, "a.csv", "--data", "b.csv"]) == 2

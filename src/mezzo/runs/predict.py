@@ -14,7 +14,7 @@ from mezzo.evaluation.rewards import read_texts
 from mezzo.runs import datasets
 from mezzo.runs.setup import Setup
 from mezzo.tasks import load_rows
-from mezzo.tasks.readers import MAX_LINE, Row, read_lines
+from mezzo.tasks.readers import MAX_LINE, Row, Table, read_lines
 from mezzo.tasks.streams import read_stream
 from mezzo.types import Batch, Example, Probe
 
@@ -34,9 +34,10 @@ def _read_batches(setup: Setup, source: Any, batch: int) -> Iterator[list[tuple[
         found = load_rows(source, setup.task, split="test", **options)
         yield from (found[start : start + batch] for start in range(0, len(found), batch))
         return
-    rows = iter(_to_row(setup, row) for row in _read_rows(setup, source))
+    name = _name_source(source)
+    rows = ((n, _to_row(setup, row, f"{name}, row {n}")) for n, row in enumerate(_read_rows(setup, source, name), 1))
     while part := list(itertools.islice(rows, batch)):
-        yield load_rows(part, setup.task, **options)
+        yield load_rows(Table(name, part, "row"), setup.task, **options)
 
 
 def _holds_lines(source: str | Path) -> bool:
@@ -46,17 +47,22 @@ def _holds_lines(source: str | Path) -> bool:
     )
 
 
-def _read_rows(setup: Setup, source: Any) -> Iterable[Any]:
+def _name_source(source: Any) -> str:
+    """What messages call it."""
+    if not isinstance(source, (str, Path)) and not hasattr(source, "readline"):
+        return "the data"
+    name = str(getattr(source, "name", "the file")) if hasattr(source, "readline") else str(source)
+    return "standard input" if name == "<stdin>" else name
+
+
+def _read_rows(setup: Setup, source: Any, name: str) -> Iterable[Any]:
     named = datasets.column_names(setup.config)
     if isinstance(source, (str, Path)):
         path = Path(source)
         if not path.exists():
-            raise DataError(f"no file {str(path)!r}; check the path")
-        return read_stream(read_lines(path, setup.config.encoding), str(path), setup.task, named)
+            raise DataError(f"no file {name!r}; check the path")
+        return read_stream(read_lines(path, setup.config.encoding), name, setup.task, named)
     if hasattr(source, "readline"):
-        name = (
-            "standard input" if getattr(source, "name", "") == "<stdin>" else str(getattr(source, "name", "the file"))
-        )
         return read_stream(_lines_of(source, name), name, setup.task, named)
     return source  # type: ignore[no-any-return]
 
@@ -74,14 +80,14 @@ def _lines_of(file: TextIO, name: str) -> Iterator[str]:
         raise DataError(f"{name} is not UTF-8 text; convert it first") from None
 
 
-def _to_row(setup: Setup, row: Any) -> Mapping[str, Any]:
+def _to_row(setup: Setup, row: Any, where: str) -> Mapping[str, Any]:
     """A row by column; a bare text is a row where the task has one column."""
     columns = setup.task.columns
     if isinstance(row, str) and len(columns) == 1:
         return {datasets.column_names(setup.config).get(columns[0], columns[0]): row}
     if not isinstance(row, Mapping):
         raise DataError(
-            f"a row of task {setup.task.name!r} is an object with {', '.join(columns)}, not {str(row)[:40]!r}"
+            f"{where}: a row of task {setup.task.name!r} is an object with {', '.join(columns)}, not {str(row)[:40]!r}"
         )
     return row
 

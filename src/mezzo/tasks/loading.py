@@ -106,6 +106,8 @@ def read_table(
     source: Any, split: str | None = None, encoding: str | None = None, published_encoding: str = ""
 ) -> Table | RawTable:
     """The rows of a source, before it is known which column is which."""
+    if isinstance(source, Table):
+        return source
     if isinstance(source, str) and source.startswith("hub:"):
         source = _load_from_hub(source.removeprefix("hub:"), split)
     if not isinstance(source, str | Path):
