@@ -12,15 +12,17 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 import mezzo
+from mezzo.api import prepare_options
 from mezzo.cli import commands, main
 from mezzo.config import RunConfig
-from mezzo.runs.datasets import splits_beside_train
+from mezzo.runs.datasets import splits_with_train
 from tests.conftest import SENTENCES
 from tests.processes import reset_signals
 from tests.tickets import make_tickets, write_csv
@@ -225,12 +227,24 @@ def test_only_what_is_not_given_is_taken_from_the_folder(folder):
     for name in ("whole/train.csv", "whole/dev.csv", "whole/test.csv", "2-7/train.csv", "2-7/dev.csv", "2-7/test.csv"):
         Path(name).parent.mkdir(exist_ok=True)
         shutil.copy("reviews.csv", name)
-    found = lambda **options: splits_beside_train(RunConfig(**options))  # noqa: E731
+    found = lambda **options: splits_with_train(options.get("train"), RunConfig(task="sst-2", **options))  # noqa: E731
     assert found(train="2-7") == {"dev": "2-7/dev.csv", "test": "2-7/test.csv"}
     assert found(train="2-7", dev="mine.csv") == {"test": "2-7/test.csv"}
     assert found(train="2-7", k=2) == {}
+    assert found(train="whole") == {"dev": "whole/dev.csv", "test": "whole/test.csv"}
+    Path("whole/test.csv").write_text("text\na film\n")
     assert found(train="whole") == {"dev": "whole/dev.csv"}, "a test file of GLUE has no labels"
     assert found(train="reviews.csv") == found() == {}
+
+    class Dataset(list):
+        features: ClassVar = {}
+
+    rows = [{"text": text, "label": label} for text, label in ROWS]
+    bare = [{"text": row["text"]} for row in rows]
+    for test, splits in ((rows, {"train", "dev", "test"}), (bare, {"train", "dev"})):
+        named = {"train": Dataset(rows), "validation": Dataset(rows[:4]), "test": Dataset(test)}
+        options = prepare_options({"train": named, "task": "sst-2"}, None, None, None, lambda event, values: None)
+        assert {name for name in options if Path(str(options[name])).suffix == ".jsonl"} == splits
 
 
 def test_a_learning_rate_that_is_too_high(folder, capsys):
@@ -285,8 +299,6 @@ LITTLE_MEMORY = """
 import resource, sys
 import torch, transformers, mezzo.api
 from mezzo.cli import commands, main
-from mezzo.config import RunConfig
-from mezzo.runs.datasets import splits_beside_train
 torch.set_num_threads(1)
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (now + 600 * 2**20,) * 2)

@@ -109,12 +109,15 @@ def prepare_options(
     values = {**(from_file(Path(config), named) if config else {}), **given}
     values |= {"task": _written_task(task, values)} if isinstance(task, (Mapping, Task)) else {}
     values = with_task(values, rows.get("train"), observe)
+    found = datasets.splits_with_train(rows.get("train", values.get("train")), resolve(values))
+    rows |= {split: part for split, part in found.items() if split not in rows and not _is_path(part)}
+    files = {split: part for split, part in found.items() if split not in rows}
+    if files:
+        shown = " and ".join(f"{Path(file).name} as {split}" for split, file in files.items())
+        observe("data", {"text": f"{values['train']} also has {shown}"})
+    values |= files
     if rows:
         values |= datasets.save_rows(rows, resolve(values))
-    resolved = resolve(values)
-    if found := datasets.splits_beside_train(resolved):
-        files = " and ".join(f"{Path(file).name} as {split}" for split, file in found.items())
-        observe("data", {"text": f"{resolved.train} also has {files}"})
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -161,7 +164,9 @@ def suggest_task(data: str | Path | Sequence[Mapping[str, Any]], model: str | No
 
 def prepared_config(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The resolved configuration by group, as `mezzo train` would run it."""
-    config = resolve_setup(resolve(with_task(values))).config.to_dict()
+    values = with_task(values)
+    values |= datasets.splits_with_train(values.get("train"), resolve(values))
+    config = resolve_setup(resolve(values)).config.to_dict()
     grouped: dict[str, dict[str, Any]] = {}
     for name, option in OPTIONS.items():
         grouped.setdefault(option.group, {})[name] = config[name]

@@ -6,7 +6,7 @@ import json
 import sys
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as arrow
@@ -248,15 +248,21 @@ def test_numbers_become_text() -> None:
 def test_hub_names_are_loaded_with_the_datasets_library(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
 
-    def load_dataset(path: str, config: str | None, split: str | None) -> list[dict[str, Any]]:
-        asked.append((path, config, split))
+    class Dataset(list[dict[str, Any]]):
+        features: ClassVar = {}
+
+    def load_dataset(path: str, config: str | None) -> dict[str, Dataset]:
+        asked.append((path, config))
         if path == "none":
             raise ValueError("no such dataset\nand more")
-        return ROWS
+        return {"train": Dataset(ROWS), "validation": Dataset(ROWS[:1])}
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     assert load_examples("hub:nyu-mll/glue:sst2", "sst-2", split="train") == EXAMPLES
-    assert asked == [("nyu-mll/glue", "sst2", "train")]
+    assert asked == [("nyu-mll/glue", "sst2")]
+    assert load_examples("hub:nyu-mll/glue:sst2", "sst-2", split="dev") == EXAMPLES[:1], "validation is dev"
+    with pytest.raises(DataError, match="the dataset has the splits train, validation; name one of them, not 'test'"):
+        load_examples("hub:nyu-mll/glue:sst2", "sst-2", split="test")
     with pytest.raises(DataError, match=r"^hub:none cannot be loaded \(no such dataset\); check the name"):
         load_examples("hub:none", "sst-2")
     monkeypatch.setitem(sys.modules, "datasets", None)

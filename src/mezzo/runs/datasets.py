@@ -21,10 +21,12 @@ from mezzo.tasks import (
     bundled_data,
     find_split,
     get_task,
+    has_splits,
     is_k_shot,
     k_shot,
     list_tasks,
     load_examples,
+    name_split,
 )
 from mezzo.types import Example, Family
 
@@ -144,6 +146,27 @@ def splits_beside_train(config: RunConfig) -> dict[str, str]:
     splits = ("dev", "test") if is_k_shot(folder) else ("dev",)
     found = {split: find_split(folder, split) for split in splits if getattr(config, split) is None}
     return {split: str(path) for split, path in found.items() if path is not None}
+
+
+def splits_with_train(source: Any, config: RunConfig) -> dict[str, Any]:
+    """What comes with the training data, unless it is given or sampled: dev and test of a dictionary of datasets, or the files
+    of a folder. A test split without labels, as those of GLUE, is left out."""
+    found: dict[str, Any] = dict(splits_beside_train(config))
+    if config.k:
+        return found
+    if has_splits(source):
+        named = {split: name_split(source, split) for split in ("dev", "test")}
+        found = {split: source[name] for split, name in named.items() if name is not None}
+    elif config.train and Path(config.train).is_dir() and (file := find_split(Path(config.train), "test")):
+        found["test"] = str(file)
+    found = {split: part for split, part in found.items() if getattr(config, split) is None}
+    if "test" in found and not is_k_shot(Path(config.train or "")):
+        task = find_task(config, family_of(load_config(config.model, config.remote_code)))
+        try:
+            load_labelled(found["test"], task, "test", config)
+        except DataError:
+            del found["test"]
+    return found
 
 
 def reading_options(config: RunConfig, given: object = True) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def read_table(
     if isinstance(source, Table):
         return source
     if isinstance(source, str) and source.startswith("hub:"):
-        source = _load_from_hub(source.removeprefix("hub:"), split)
+        source = _load_from_hub(source.removeprefix("hub:"))
     if not isinstance(source, str | Path):
         return _table_from_object(source, split)
     path = Path(source)
@@ -138,8 +138,19 @@ def _name_table(table: Table | RawTable, options: _LoadOptions) -> Table:
 def find_split(folder: Path, split: str | None) -> Path | None:
     """The file of a split in a folder."""
     files = _data_files(folder)
+    name = name_split(files, split)
+    return None if name is None else files[name]
+
+
+def name_split(found: Iterable[str], split: str | None) -> str | None:
+    """What a split is called among those found: `validation` may be dev."""
     synonyms = next((names for names in _SPLITS if split in names), ())
-    return next((files[name] for name in (split or "", *synonyms) if name in files), None)
+    return next((name for name in (split or "", *synonyms) if name in found), None)
+
+
+def has_splits(source: Any) -> bool:
+    """Is this a dictionary of Hugging Face datasets?"""
+    return isinstance(source, Mapping) and any(hasattr(part, "features") for part in source.values())
 
 
 def _data_files(folder: Path) -> dict[str, Path]:
@@ -170,26 +181,26 @@ def _table_from_label_files(files: Mapping[int, Path], task: Task, encoding: str
     return Table(str(next(iter(files.values())).parent), list(enumerate(rows, 1)), "row")
 
 
-def _load_from_hub(name: str, split: str | None) -> Any:
+def _load_from_hub(name: str) -> Any:
     try:
         import datasets  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
         raise DataError(f"hub:{name} needs the datasets library; pip install datasets, or give a file") from None
     path, _, config = name.partition(":")
     try:
-        return datasets.load_dataset(path, config or None, split=split)
+        return datasets.load_dataset(path, config or None)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(f"hub:{name} cannot be loaded ({reason[:200]}); check the name and the network") from None
 
 
 def _table_from_object(source: Any, split: str | None) -> Table:
-    if isinstance(source, Mapping) and any(hasattr(part, "features") for part in source.values()):
-        if split not in source:
+    if has_splits(source):
+        if (found := name_split(source, split)) is None:
             raise DataError(
                 f"the dataset has the splits {', '.join(map(str, source))}; name one of them, not {split!r}"
             )
-        source = source[split]
+        source = source[found]
     features = getattr(source, "features", None)
     if hasattr(source, "to_dict") and hasattr(source, "columns"):
         source = source.to_dict("records")
