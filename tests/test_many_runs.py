@@ -74,6 +74,19 @@ def test_every_combination_is_a_run_and_the_table_has_mean_and_deviation(swept, 
     assert mean.key == "compare-settings" and len(mean.series) == 2 and len(mean.series[0].low) == 3
 
 
+def test_runs_that_look_alike_are_told_apart(swept, tmp_path):
+    """Folders of the same name, long options that differ in their middle, and the same run twice, which is no second seed."""
+    for name in "abc":
+        run = Path(shutil.copytree(swept / NAMES[0], tmp_path / name / "run"))
+        config = json.loads((run / "config.json").read_text())
+        config["task"] = "x" * 80 + ("y" if name == "c" else "x") + "x" * 80
+        (run / "config.json").write_text(json.dumps(config))
+    found = compare([tmp_path])
+    assert [run.name for run in found.runs] == ["a/run", "b/run", "c/run"]
+    assert sorted((len(each.runs), each.deviation) for each in found.settings) == [(1, None), (2, None)]
+    assert "±" not in str(found)
+
+
 def test_sweep_that_was_killed_goes_on_and_repeats_nothing(swept, tiny_run, tmp_path, capsys):
     """Killed in the second run: the first stays as it is, the second ends with the weights of an uninterrupted one."""
 

@@ -134,7 +134,9 @@ VERDICTS = [
     ("unclear", gains(0.6, 0.62, certain=False, n=20), {}),
     ("unclear", gains(0.6, 0.59, certain=False), {}),
     ("unclear", gains(0.6, 0.75, calibrated=BIAS), {}),
-    ("did not move", gains(0.6, 0.6, certain=False, calibrated=Gain(0.8, 0.8, False)), {}),
+    ("no gain", gains(0.6, 0.6, certain=False, calibrated=Gain(0.8, 0.8, False)), {}),
+    ("nothing to gain", gains(1.0, 1.0, certain=False), {}),
+    ("nothing to gain", gains(1.0, 1.0, certain=False), {"best_step": 0}),
     ("did not move", gains(0.6, 0.6, certain=False), {"best_step": 0}),
     ("got worse", gains(0.7, 0.5), {}),
     ("overfits", gains(0.6, 0.62, certain=False), {"findings": {"overfitting"}}),
@@ -149,13 +151,13 @@ VERDICTS = [
 def test_verdict(word, found, changes, method):
     verdict = judge(**{"findings": set(), "best_step": 9, **changes}, method=method, gains=found)
     assert verdict.word == word
-    assert ("--lr" in verdict.reason) == (method == "spsa" and word in ("did not move", "diverged"))
+    assert ("--lr" in verdict.reason) == (method == "spsa" and word in ("did not move", "no gain", "diverged"))
     assert parse_verdict(str(verdict)) == verdict
 
 
 def test_unchanged_figures_are_not_called_worse():
     verdict = judge(set(), "solve", 4, gains(0.6, 0.6, certain=False, calibrated=Gain(0.8, 0.8, False)))
-    assert str(verdict).startswith("did not move: 60.0% before and after training (n=615)")
+    assert str(verdict).startswith("no gain: 60.0% before and after training (n=615), although the weights moved")
 
 
 def test_few_examples_are_said():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,9 @@ class Setting:
 
     @property
     def deviation(self) -> float | None:
-        """The sample standard deviation."""
-        return statistics.stdev(self.figures) if len(self.figures) > 1 else None
+        """The sample standard deviation over seeds; runs of one seed say nothing about chance."""
+        seeds = {tuple(run.config.get(name) for name in SEEDS) for run in self.runs if run.metrics.final}
+        return statistics.stdev(self.figures) if len(seeds) > 1 else None
 
     @property
     def figure(self) -> str:
@@ -94,9 +96,10 @@ class Comparison:
         names = dict.fromkeys(name for run in self.runs for name in run.config)
         # A run from before an option existed had what is now its default.
         usual = {name: option.default for name, option in OPTIONS.items()}
-        values = {name: [_value(run.config.get(name, usual.get(name))) for run in self.runs] for name in names}
+        values = {name: [_text(run.config.get(name, usual.get(name))) for run in self.runs] for name in names}
         left_out = {*SEEDS, *IRRELEVANT}
-        return {name: texts for name, texts in values.items() if name not in left_out and len(set(texts)) > 1}
+        found = {name: texts for name, texts in values.items() if name not in left_out and len(set(texts)) > 1}
+        return {name: _shorten(texts) for name, texts in found.items()}
 
     @cached_property
     def settings(self) -> list[Setting]:
@@ -142,7 +145,7 @@ class Comparison:
         ]
         widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
         lines = ["  ".join(f"{t:<{w}}" for t, w in zip(row, widths, strict=True)).rstrip() for row in (head, *body)]
-        seeds = any(len(setting.runs) > 1 for setting in self.settings)
+        seeds = any(setting.deviation is not None for setting in self.settings)
         return "\n".join([*lines, *(["± is the standard deviation over seeds"] if seeds else [])])
 
     __repr__ = __str__
@@ -150,7 +153,12 @@ class Comparison:
 
 def compare(paths: Sequence[str | Path]) -> Comparison:
     """The runs of these folders, and of the folders in them."""
-    return Comparison([read_run(path) for path in find_runs(paths)])
+    found = [read_run(path) for path in find_runs(paths)]
+    if len({run.name for run in found}) == len(found):
+        return Comparison(found)
+    whole = [run.path.resolve() for run in found]
+    above = os.path.commonpath([path.parent for path in whole])
+    return Comparison([replace(run, label=str(p.relative_to(above))) for run, p in zip(found, whole, strict=True)])
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[Path]:
@@ -181,7 +189,7 @@ def _figures(run: RunData) -> dict[str, Any]:
     metrics, final, best = run.metrics, run.metrics.final, run.best
     low, high = final.interval if final else (None, None)
     return {
-        "seed": _value(run.config.get("seed")),
+        "seed": _text(run.config.get("seed")),
         "verdict": run.verdict.word,
         "metric": run.metric,
         "value": final.value if final else None,
@@ -200,9 +208,16 @@ def _figures(run: RunData) -> dict[str, Any]:
     }
 
 
-def _value(value: Any) -> str:
-    text = f"{value:g}" if isinstance(value, float) else plain_text(value)
-    return printable(text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 1] + "…")
+def _text(value: Any) -> str:
+    return printable(f"{value:g}" if isinstance(value, float) else plain_text(value))
+
+
+def _shorten(texts: Sequence[str]) -> list[str]:
+    """Long values, such as tasks and paths, without their middle; those that then look alike are numbered."""
+    half = MAX_CHARACTERS // 2 - 1
+    short = {text: text if len(text) <= MAX_CHARACTERS else f"{text[:half]}…{text[-half:]}" for text in texts}
+    alike = {text: [other for other in short if short[other] == short[text]] for text in short}
+    return [short[t] + (f" ({alike[t].index(t) + 1})" if len(alike[t]) > 1 else "") for t in texts]
 
 
 def _cell(value: Any) -> Any:

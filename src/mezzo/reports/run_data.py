@@ -46,10 +46,12 @@ class RunData:
     running: bool
     """Whether a process trains it now."""
     progress: RunProgress
+    label: str = ""
+    """What tells it from others whose folders have the same name."""
 
     @property
     def name(self) -> str:
-        return printable(self.path.resolve().name)
+        return printable(self.label or self.path.resolve().name)
 
     @property
     def method(self) -> str:

@@ -16,6 +16,7 @@ TONES: dict[str, Tone] = {
     "worked": "good",
     "unclear": "neutral",
     "not tested": "neutral",
+    "nothing to gain": "neutral",
     "better than zero-shot, below calibrated": "neutral",
     "better than zero-shot, below the majority class": "neutral",
 }
@@ -57,8 +58,14 @@ def judge(findings: Set[str], method: str, best_step: int, gains: Gains) -> Verd
         return _verdict("overfits", f"the training loss fell and dev became worse; {at}")
     if plain is None:
         return _verdict("not tested", tested)
-    if best_step == 0 or plain.after == plain.before:
-        return _verdict("did not move", _explain_stillness(method, best_step, gains.n, plain))
+    same = f"{plain.after:.1%} before and after training (n={gains.n:,})"
+    if plain.after == plain.before == 1:
+        return _verdict("nothing to gain", f"{same}. More test examples, or harder ones, would tell")
+    if best_step == 0:
+        as_it_came = f"no step was better on dev than the model as it came ({plain.after:.1%}, n={gains.n:,})"
+        return _verdict("did not move", f"{as_it_came}. {_advise(method)}")
+    if plain.after == plain.before:
+        return _verdict("no gain", f"{same}, although the weights moved. {_advise(method)}")
     if plain.worse:
         return _verdict("got worse", tested)
     if not better:
@@ -92,13 +99,9 @@ def _describe(gains: Gains) -> str:
     return "; ".join(parts)
 
 
-def _explain_stillness(method: str, best_step: int, n: int, plain: Gain) -> str:
-    if best_step == 0:
-        why = f"no step was better on dev than the model as it came ({plain.after:.1%}, n={n:,})"
-    else:
-        why = f"{plain.after:.1%} before and after training (n={n:,})"
+def _advise(method: str) -> str:
     help = "A larger --lr, more steps" if method != "solve" else "More training examples, a larger --budget"
-    return f"{why}. {help} or another --template or --words may help"
+    return f"{help} or another --template or --words may help"
 
 
 def _say_what_would_tell(n: int, gain: Gain) -> str:
