@@ -1,10 +1,15 @@
 """Draw the figures of the documentation: `python scripts/figures.py` writes docs/figures/*.svg, always the same bytes.
 
-The path in the last figure is computed, with the package's own noise and the published step.
+The path of zeroth-order steps is computed, with the package's own noise and the published step. The curves of the first run are
+those of runs that were recorded: `for s in 0 1 2 3 4; do mezzo train --seed $s --out runs/$s; done`, then
+`python scripts/figures.py --record runs/*`.
 """
 
 from __future__ import annotations
 
+import argparse
+import csv
+import json
 import math
 from collections.abc import Callable
 from html import escape
@@ -13,8 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from mezzo.method import noise
+from mezzo.runs.result import read_curve
 
 FOLDER = Path(__file__).parents[1] / "docs" / "figures"
+RECORDED = Path(__file__).with_name("first_run.csv")
 INK, SOFT, BLUE, ORANGE, GREEN, PALE = "#1c2430", "#6b7280", "#2563eb", "#d97706", "#15803d", "#eef2f7"
 
 
@@ -192,10 +199,56 @@ def descent() -> Picture:
     return picture
 
 
-FIGURES: dict[str, Callable[[], Picture]] = {f.__name__: f for f in (step, words, forward, journal, descent)}
+def first_run() -> Picture:
+    """Dev accuracy of the recorded runs."""
+    with RECORDED.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        curves.setdefault(row["run"], []).append((float(row["example_forwards"]), float(row["value"])))
+    picture = Picture(
+        640,
+        340,
+        f"Dev accuracy of {len(curves)} runs of mezzo train, which differ in their seed, over example-forwards",
+    )
+    most = max(x for curve in curves.values() for x, _ in curve)
+
+    def to_pixels(x: float, y: float) -> tuple[float, float]:
+        return 70 + 530 * x / most, 290 - 240 * y / 0.8
+
+    picture.line([(70, 290), (610, 290)], tip=True)
+    picture.line([(70, 290), (70, 36)], tip=True)
+    for share in (0.2, 0.4, 0.6):
+        picture.line([to_pixels(0, share), to_pixels(most, share)], SOFT, 0.5)
+        picture.text(60, to_pixels(0, share)[1] + 5, f"{share:.0%}", SOFT, "end", 13)
+    for millions in range(1, int(most / 1e6) + 1):
+        picture.text(to_pixels(1e6 * millions, 0)[0], 310, f"{millions}M", SOFT, size=13)
+    picture.text(82, 48, "dev accuracy", SOFT, "start", 13)
+    picture.text(600, 330, "example-forwards", SOFT, "end", 13)
+    for curve in curves.values():
+        picture.line([to_pixels(x, y) for x, y in curve], BLUE, 1.8)
+    return picture
+
+
+def record(folders: list[Path]) -> None:
+    """Keep the curves of these runs."""
+    with RECORDED.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(("run", "example_forwards", "value"))
+        for number, folder in enumerate(folders):
+            events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+            for point in read_curve(events):
+                table.writerow((number, round(point["example_forwards"]), round(point["value"], 4)))
+
+
+FIGURES: dict[str, Callable[[], Picture]] = {f.__name__: f for f in (first_run, step, words, forward, journal, descent)}
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", nargs="+", type=Path, metavar="RUN", help="runs whose curves are drawn from now on")
+    if folders := parser.parse_args().record:
+        record(folders)
     FOLDER.mkdir(exist_ok=True)
     for name, make in FIGURES.items():
         (FOLDER / f"{name}.svg").write_text(str(make()), encoding="utf-8")

@@ -20,7 +20,7 @@ from mezzo.method.noise import step_seed
 from mezzo.method.score_model import Floats, ScoreModel, cross_entropies, logits_of
 from mezzo.types import Batch, Probe, Question, Scores, StepRecord, Update
 
-# Examples of the first step. The next ones take more while the gains of the last steps (averages that forget a quarter a step)
+# Examples of the first step. The next ones take more while the gains of the last steps (an average that forgets a quarter a step)
 # are less than this share of what the fitted examples promised: most of the move is then noise, which more examples average out.
 # With a larger share forwards are wasted: twice the examples then give less than twice the gain.
 FIRST_EXAMPLES, GROWTH, LEAST_SHARE, FORGET = 64, 1.25, 0.25, 0.25
@@ -41,8 +41,8 @@ HELD_OUT_MARGIN = 0.5
 WANTED_CHANGE = {"float32": 0.1, "bfloat16": 0.3, "float16": 0.2}
 # The moves of so many steps before are directions too.
 LAST_MOVES = 4
-# The run ends when so many steps together gain no more than chance, or than this share of the loss. They triple what was spent.
-LAST_STEPS, LEAST_GAIN = 8, 0.01
+# The run ends when so many steps together gain no more than chance, or than this share of the loss. They are ever larger ones.
+LAST_STEPS, LEAST_GAIN = 10, 0.01
 
 
 Terms = tuple[tuple[int, float], ...]
@@ -98,9 +98,8 @@ class Solve:
     _judged: int = field(init=False, default=0)
     _wanted: float = field(init=False, default=FIRST_EXAMPLES)
     """Examples that the next step should fit."""
-    _gain: float = field(init=False, default=0.0)
-    _expected: float = field(init=False, default=0.0)
-    """Averages over the last steps: gains, and what the fitted examples promised."""
+    _share: float = field(init=False, default=1.0)
+    """The average over the last steps of the gain, as a share of what the fitted examples promised."""
     _last_moves: list[Terms] = field(init=False, default_factory=list)
     """The newest first. The loss often still falls along them, which fresh directions would have to find again."""
     _ridge: float = field(init=False, default=0.0)
@@ -174,9 +173,9 @@ class Solve:
         if not record.update.empty:
             self._last_moves = [self._own_part(record), *self._last_moves][:LAST_MOVES]
         self._gains.append((gain if not record.update.empty else 0.0, error))
-        self._gain += FORGET * (gain - self._gain)
-        self._expected += FORGET * (notes["expected"] - self._expected)
-        self._wanted *= GROWTH if self._gain < LEAST_SHARE * self._expected else 1.0
+        share = gain / notes["expected"] if notes["expected"] > 0 else 0.0
+        self._share += FORGET * (max(-1.0, min(1.0, share)) - self._share)
+        self._wanted *= GROWTH if self._share < LEAST_SHARE else 1.0
         ratio = WANTED_CHANGE[self.dtype] / notes["change"] if notes["change"] > 0 else 4.0
         self.eps *= 2.0 ** max(-2, min(2, round(math.log2(ratio))))
 
