@@ -60,7 +60,7 @@ def judge(findings: Set[str], method: str, best_step: int, gains: Gains) -> Verd
         return _verdict("not tested", tested)
     same = f"{plain.after:.1%} before and after training (n={gains.n:,})"
     if plain.after == plain.before == 1:
-        return _verdict("nothing to gain", f"{same}. More test examples, or harder ones, would tell")
+        return _verdict("nothing to gain", f"{same}. More examples to test on, or harder ones, would tell")
     if best_step == 0:
         as_it_came = f"no step was better on dev than the model as it came ({plain.after:.1%}, n={gains.n:,})"
         return _verdict("did not move", f"{as_it_came}. {_advise(method)}")
@@ -107,5 +107,5 @@ def _advise(method: str) -> str:
 def _say_what_would_tell(n: int, gain: Gain) -> str:
     """How far apart two figures must be on so few examples."""
     half = 100 * Z95 * math.sqrt(gain.after * (1 - gain.after) / n) if n and 0 < gain.after < 1 else 0.0
-    few = f"{n:,} test examples leave about ±{half:.0f} points to chance, " if half >= 1 else ""
+    few = f"{n:,} examples leave about ±{half:.0f} points to chance, " if half >= 1 else ""
     return f"{few}more of them or other seeds would tell"
