@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tomllib
@@ -166,3 +167,14 @@ def test_noise_without_an_implementation_is_refused(tiny, tmp_path, capsys, monk
     assert "the torch engine does not implement cauchy noise, only rademacher and gaussian" in err
     assert len(err.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_sigterm_before_the_first_step_is_ctrl_c(monkeypatch, capsys):
+    def open_session(**options):
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL, "it would end this process"
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("mezzo.api.open_session", open_session)
+    assert main(["train"]) == 130
+    assert "mezzo: interrupted" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -47,11 +47,13 @@ def train(options: Namespace) -> Any:
         return {"config": text}
     if is_sweep(options):
         _announce(options)
-        return train_sweep(options)
+        with _end_as_by_ctrl_c():
+            return train_sweep(options)
     if torchrun.launched_this_process():
         with torchrun.join_ranks(str(_all_options(options).get("backend", OPTIONS["backend"].default))) as driver:
             return _train(options) if driver else (None, 0)  # one process prints
-    return _train(options)
+    with _end_as_by_ctrl_c():
+        return _train(options)
 
 
 def _all_options(options: Namespace) -> dict[str, Any]:
@@ -260,6 +262,22 @@ def _forward_plans(options: Namespace) -> list[dict[str, Any]]:
         show_result(options, f"{plan}\n")
         plans.append(plan.to_dict())
     return plans
+
+
+@contextlib.contextmanager
+def _end_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM is Ctrl-C also while a model is loaded or tested; during steps the trainer handles both."""
+    import signal
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

@@ -236,7 +236,8 @@ def _interrupt_handler(interrupt: Callable[[], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = [signal.SIGINT] + [signal.SIGTERM] * (signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    numbers = [signal.SIGINT] + [signal.SIGTERM] * (signal.getsignal(signal.SIGTERM) in usual)
     previous = {number: signal.getsignal(number) for number in numbers}
 
     def put_back() -> None:
