@@ -191,6 +191,12 @@ def test_runs_are_listed_with_what_became_of_them(swept, tmp_path, capsys, monke
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["run", "task", "space"] and len(lines) == 5
     assert "unreadable" in lines[1] and f"runs/mine/{NAMES[1]}  sst-2  lora" in lines[2]
+    assert main(["report", "runs", "--out", "page.html"]) == 0
+    out, err = capsys.readouterr()
+    assert (
+        f"{NAMES[1]}: " in out and f"warning: left out: {damaged.relative_to(tmp_path)}: the header is missing" in err
+    )
+    assert main(["report", str(damaged.parent)]) == 2, "nor is it left out where it is what is asked for"
     assert main(["runs", "nowhere"]) == 2
     assert "nowhere" in capsys.readouterr().err
 

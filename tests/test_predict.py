@@ -127,6 +127,10 @@ def test_rows_that_cannot_be_read_are_one_line(run, monkeypatch, capsys, tmp_pat
         monkeypatch.setattr("sys.stdin", file)
         assert main(["predict", run]) == 2
         assert message in capsys.readouterr().err
+    latin = io.TextIOWrapper(io.BytesIO(b"un caf\xe9\n"), "utf-8", errors="surrogateescape")
+    monkeypatch.setattr("sys.stdin", latin)
+    assert main(["predict", run]) == 2
+    assert "is not UTF-8 text; convert it, or name it as a file" in capsys.readouterr().err
     rows = [*({"text": "a film"} for _ in range(258)), {"text": None}]
     with pytest.raises(DataError, match="the data, row 259: 'text' is null"):
         list(mezzo.predict(rows, run, threads=1))

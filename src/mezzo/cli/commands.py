@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import shlex
 import sys
@@ -117,6 +118,8 @@ def predict(options: Namespace) -> Any:
     typed = not source and sys.stdin is not None and sys.stdin.isatty()
     if not source and sys.stdin is None:
         raise ConfigError("there is no standard input: name a file, as in mezzo predict RUN FILE")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="strict")  # some locales let bytes through that are no text
     if typed:
         say("type texts, one per line; Ctrl-D ends (mezzo predict RUN FILE reads a file)", sys.stderr)
     _say_assumed_task(options)

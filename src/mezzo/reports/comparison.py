@@ -7,6 +7,7 @@ import io
 import json
 import os
 import statistics
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.config import OPTIONS
-from mezzo.errors import JournalError
+from mezzo.errors import JournalError, MezzoWarning
 from mezzo.journal.atomic_files import json_safe
 from mezzo.journal.content import NAME as JOURNAL
 from mezzo.reports.html import plain_text
@@ -152,8 +153,18 @@ class Comparison:
 
 
 def compare(paths: Sequence[str | Path]) -> Comparison:
-    """The runs of these folders, and of the folders in them."""
-    found = [read_run(path) for path in find_runs(paths)]
+    """The runs of these folders, and of the folders in them. One that is damaged must not hide the others beside it."""
+    named, found, damaged = set(map(Path, paths)), [], ""
+    for path in find_runs(paths):
+        try:
+            found.append(read_run(path))
+        except JournalError as error:
+            if path in named:
+                raise
+            damaged = str(error)
+            warnings.warn(f"left out: {damaged}", MezzoWarning, stacklevel=2)
+    if not found:
+        raise JournalError(damaged)
     if len({run.name for run in found}) == len(found):
         return Comparison(found)
     whole = [run.path.resolve() for run in found]

@@ -77,7 +77,7 @@ def _lines_of(file: TextIO, name: str) -> Iterator[str]:
     except OSError as error:
         raise DataError(f"{name}: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise DataError(f"{name} is not UTF-8 text; convert it first") from None
+        raise DataError(f"{name} is not UTF-8 text; convert it, or name it as a file, which may be latin-1") from None
 
 
 def _to_row(setup: Setup, row: Any, where: str) -> Mapping[str, Any]:
