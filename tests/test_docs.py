@@ -128,6 +128,13 @@ def import_script(name: str) -> ModuleType:
     return module
 
 
+# What the pages that a newcomer reads first should print about the text they ask about.
+FIRST_ANSWERS = {
+    "README.md": "Why is the sky blue.*prediction.: .reason",
+    "index.md": "Who taught you to whistle.*prediction.: .person",
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_blocks_of_a_page_run(page, tmp_path):
@@ -143,6 +150,7 @@ def test_blocks_of_a_page_run(page, tmp_path):
     setup = [("python", 0, SETUP[page.name])] if page.name in SETUP else []
     code, printed = run_blocks(page, setup + runnable, tmp_path)
     assert code == 0, printed
+    assert re.search(FIRST_ANSWERS.get(page.name, ""), printed), "a reader's first prediction should be right"
 
 
 @pytest.mark.slow
