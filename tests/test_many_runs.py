@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 import statistics
 from pathlib import Path
@@ -79,12 +80,16 @@ def test_runs_that_look_alike_are_told_apart(swept, tmp_path):
     for name in "abc":
         run = Path(shutil.copytree(swept / NAMES[0], tmp_path / name / "run"))
         config = json.loads((run / "config.json").read_text())
-        config["task"] = "x" * 80 + ("y" if name == "c" else "x") + "x" * 80
+        config["task"] = json.dumps({"name": "mine", "template": "x" * 80 + ("y" if name == "c" else "x") + "x" * 80})
+        config["method"] = "solve" if name == "c" else "spsa"
         (run / "config.json").write_text(json.dumps(config))
     found = compare([tmp_path])
     assert [run.name for run in found.runs] == ["a/run", "b/run", "c/run"]
     assert sorted((len(each.runs), each.deviation) for each in found.settings) == [(1, None), (2, None)]
     assert "±" not in str(found)
+    assert found.differing["task"] == ["mine (1)", "mine (1)", "mine (2)"]
+    page = mezzo.report(tmp_path, out=tmp_path / "page.html").read_text()
+    assert len(re.findall("<th[^>]*>method<", page)) == 2, "once by setting, once by run"
 
 
 def test_sweep_that_was_killed_goes_on_and_repeats_nothing(swept, tiny_run, tmp_path, capsys):

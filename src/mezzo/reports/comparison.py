@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
@@ -223,10 +224,16 @@ def _text(value: Any) -> str:
     return printable(f"{value:g}" if isinstance(value, float) else plain_text(value))
 
 
-def _shorten(texts: Sequence[str]) -> list[str]:
-    """Long values, such as tasks and paths, without their middle; those that then look alike are numbered."""
+def _shown(text: str) -> str:
+    if named := re.match(r'\{"name": "([^"\\]{1,50})"', text):
+        return named[1]
     half = MAX_CHARACTERS // 2 - 1
-    short = {text: text if len(text) <= MAX_CHARACTERS else f"{text[:half]}…{text[-half:]}" for text in texts}
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:half]}…{text[-half:]}"
+
+
+def _shorten(texts: Sequence[str]) -> list[str]:
+    """Tasks by their name, other long values without their middle; those that then look alike are numbered."""
+    short = {text: _shown(text) for text in texts}
     alike = {text: [other for other in short if short[other] == short[text]] for text in short}
     return [short[t] + (f" ({alike[t].index(t) + 1})" if len(alike[t]) > 1 else "") for t in texts]
 

@@ -94,10 +94,11 @@ def _settings(found: Comparison) -> str:
 
 
 def _runs_table(found: Comparison) -> str:
-    head = (*RUN_COLUMNS, *found.differing, "seed", *FIGURE_COLUMNS)
+    options = [name for name in found.differing if name not in RUN_COLUMNS]
+    head = (*RUN_COLUMNS, *options, "seed", *FIGURE_COLUMNS)
     names = unique_names(found.runs)
     rows = (_run_row(found, run, name) for run, name in zip(found.runs, names, strict=True))
-    return html.table(head, rows, len(RUN_COLUMNS) + len(found.differing), sortable=True)
+    return html.table(head, rows, len(RUN_COLUMNS) + len(options), sortable=True)
 
 
 def _run_row(found: Comparison, run: RunData, name: str) -> str:
@@ -117,7 +118,8 @@ def _run_row(found: Comparison, run: RunData, name: str) -> str:
         f"{metrics.peak_memory:,.0f}" if metrics.peak_memory else "–",
     )
     texts = f'<td>{escape(name)}</td><td class="word {verdict.tone}">{escape(verdict.word)}</td>'
-    texts += f"<td>{run.method}</td>{_texts(found.options_of(run).values())}"
+    options = [value for option, value in found.options_of(run).items() if option not in RUN_COLUMNS]
+    texts += f"<td>{run.method}</td>{_texts(options)}"
     return f'<tr data-series="{escape(name)}">{texts}{html.number_cells(figures)}</tr>'
 
 
