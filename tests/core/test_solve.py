@@ -160,7 +160,7 @@ def test_steps_grow_and_fit_the_data(train, held_out):
     assert all(size.judged <= (held_out or max(1, train - size.fitted)) for size in sizes)
     costs = [size.forwards for size in sizes]
     assert costs == sorted(costs)
-    assert all(solve.DIRECTIONS <= size.directions <= solve.MOST_DIRECTIONS for size in sizes)
+    assert all(solve.LEAST_DIRECTIONS <= size.directions <= solve.MOST_DIRECTIONS for size in sizes)
 
 
 def test_sizes_can_be_fixed():

@@ -26,9 +26,9 @@ from mezzo.types import Batch, Probe, Question, Scores, StepRecord, Update
 FIRST_EXAMPLES, GROWTH, LEAST_SHARE, FORGET = 64, 1.25, 0.25, 0.25
 # A gain of so many standard errors is beyond doubt.
 CLEAR_GAIN = 2.0
-# Directions, and the most that there may be. They grow only where there are fewer examples than wanted: a step finds more of the
-# gradient along more of them, but more steps along fewer find more of it for the same forwards.
-DIRECTIONS, MOST_DIRECTIONS = 64, 256
+# Directions at least and at most, and as a share of the wanted examples. More steps along few directions find more of the
+# gradient for the same forwards, as long as few examples tell these apart.
+LEAST_DIRECTIONS, MOST_DIRECTIONS, RATIO = 64, 256, 0.25
 # Ridges that the first step tries, relative to the mean curvature along a direction, and multiples of the last good one that the
 # others try. The linear model holds near θ only, so that only real forwards tell how far to go.
 FIRST_RIDGES = tuple(0.01 * 8.0**power for power in range(6))
@@ -68,9 +68,7 @@ def plan_step(wanted: float, train: int, held_out: int, directions: int = 0, fit
     Sizes are powers of two and their middles (64, 96, 128, …): a device then sees few shapes.
     """
     examples = min(fitted or _round(wanted), train if held_out else max(1, train // 2))
-    count = directions or min(
-        MOST_DIRECTIONS, max(DIRECTIONS, _round(DIRECTIONS * wanted / max(examples, FIRST_EXAMPLES)))
-    )
+    count = directions or min(MOST_DIRECTIONS, max(LEAST_DIRECTIONS, _round(RATIO * wanted)))
     return StepSize(count, examples, min(MOST_JUDGED, held_out) or min(examples, max(1, train - examples)))
 
 
