@@ -118,7 +118,7 @@ def test_weights_that_overflow_are_not_exported(run, tiny_data, tmp_path, capsys
     """A journal of finite steps can lead to weights that are not."""
     journal = read_json_lines(run / NAME)
     kept = [line for line in journal if "mark" not in line]
-    for line in kept[1:]:
+    for line in (line for line in kept if "terms" in line):
         line["terms"] = [[seed, 3.0000000054977558e38] for seed, _ in line["terms"]]
     write_journal(run / NAME, kept)
     shutil.rmtree(run / "snapshots")
