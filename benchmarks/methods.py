@@ -32,7 +32,7 @@ from mezzo.method.method import Method, answer_questions
 from mezzo.method.objectives import accuracy_of, cross_entropy
 from mezzo.method.space import SPACES
 from mezzo.runs.budget import parse_budget
-from mezzo.runs.build import make_method
+from mezzo.runs.methods import make_method
 from mezzo.runs.setup import Setup, resolve_setup
 from mezzo.runs.trainer import MAX_SKIPS
 from mezzo.tasks import get_task

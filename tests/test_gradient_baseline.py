@@ -117,7 +117,7 @@ def test_full_training_is_that_of_torch(options, tmp_path, tiny_folder):
     engine, setup = api.open_run(run.out, 1)
     plain = AutoModelForMaskedLM.from_pretrained(tiny_folder)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0)
-    from mezzo.runs.build import make_method
+    from mezzo.runs.methods import make_method
 
     batch = next(make_method(setup, setup.objective()).step(0)).batch
     rows = [

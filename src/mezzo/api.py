@@ -23,7 +23,7 @@ from mezzo.replay.prefix_start import read_start
 from mezzo.replay.replay import Verified
 from mezzo.replay.replay import verify as verify_content
 from mezzo.runs import datasets
-from mezzo.runs.build import CONTACTING, RESUMABLE, Function, new_run, resume_run
+from mezzo.runs.build import new_run, resume_run
 from mezzo.runs.defaults import SETTINGS
 from mezzo.runs.events import Observer
 from mezzo.runs.folder import Folder
@@ -32,6 +32,7 @@ from mezzo.runs.predict import predict_rows
 from mezzo.runs.recorded_evaluations import best_step
 from mezzo.runs.reopen import open_base_engine, open_journal, open_run
 from mezzo.runs.result import Run
+from mezzo.runs.resume_checks import CONTACTING, RESUMABLE, Function
 from mezzo.runs.session import Session
 from mezzo.runs.setup import Setup, resolve_setup
 from mezzo.runs.suggestion import propose_task, task_options

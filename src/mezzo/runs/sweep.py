@@ -17,9 +17,10 @@ from mezzo.config.reading import known_name
 from mezzo.errors import ConfigError, JournalError, RunFailed
 from mezzo.journal.atomic_files import explain_os_errors, refuse_links, write_atomically
 from mezzo.journal.content import read
-from mezzo.runs.build import Function, new_run, resume_run
+from mezzo.runs.build import new_run, resume_run
 from mezzo.runs.events import Observer
 from mezzo.runs.folder import MAX_LINE, MAX_NAME, Folder, free_path, holds_run
+from mezzo.runs.resume_checks import Function
 from mezzo.runs.session import Session
 from mezzo.untrusted import read_bytes
 

@@ -1,0 +1,65 @@
+"""The method that a setup asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mezzo.method.batches import ExampleStream, make_batches
+from mezzo.method.estimators import Spsa
+from mezzo.method.gradient import GradientMethod
+from mezzo.method.method import EstimatorMethod, Method
+from mezzo.method.objectives import Objective
+from mezzo.method.optimizers import Sgd, schedule
+from mezzo.method.solve import Solve
+from mezzo.runs.setup import Setup
+
+
+def make_method(setup: Setup, objective: Objective) -> Method:
+    config = setup.config
+    return METHODS[str(config.method)](setup, objective)
+
+
+def _make_solve(setup: Setup, objective: Objective) -> Method:
+    config = setup.config
+    assert config.eps is not None
+    judges = setup.judging_prompts
+    return Solve(
+        config.seed,
+        config.eps,
+        ExampleStream(setup.train_prompts, setup.readout, config.seed),
+        ExampleStream(judges, setup.readout, config.seed) if judges else None,
+        directions=config.samples or 0,
+        examples=config.batch_size or 0,
+        dtype=config.dtype,
+    )
+
+
+def _make_spsa(setup: Setup, objective: Objective) -> Method:
+    config = setup.config
+    assert config.lr is not None and config.eps is not None and config.steps is not None
+    assert config.schedule is not None and config.batch_size is not None and config.samples is not None
+    rate = schedule(config.schedule, config.lr, config.steps, config.warmup)
+    return EstimatorMethod(
+        objective,
+        Spsa(config.seed, config.eps, config.samples),
+        Sgd(rate, config.weight_decay or 0.0, config.clip),
+        make_batches(setup.train_prompts, setup.readout, config.seed, config.batch_size),
+    )
+
+
+def _make_adam(setup: Setup, objective: Objective) -> Method:
+    config = setup.config
+    assert config.lr is not None and config.steps is not None
+    assert config.schedule is not None and config.batch_size is not None
+    return GradientMethod(
+        schedule(config.schedule, config.lr, config.steps, config.warmup),
+        make_batches(setup.train_prompts, setup.readout, config.seed, config.batch_size),
+        config.weight_decay or 0.0,
+    )
+
+
+METHODS: dict[str, Callable[[Setup, Objective], Method]] = {
+    "solve": _make_solve,
+    "spsa": _make_spsa,
+    "adam": _make_adam,
+}
