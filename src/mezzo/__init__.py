@@ -32,7 +32,6 @@ _LAZY = {
     "MeZOMLMTrainer": "mezzo.mlm",
     "MezzoTrainer": "mezzo.hf_trainer",
     "mezo_mlm_finetune": "mezzo.mlm",
-    "text_reward": "mezzo.evaluation.rewards",
 }
 
 __all__ = ["__version__", *sorted(_LAZY)]

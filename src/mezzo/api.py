@@ -34,7 +34,7 @@ from mezzo.runs.reopen import open_base_engine, open_journal, open_run
 from mezzo.runs.result import Run
 from mezzo.runs.resume_checks import CONTACTING, RESUMABLE, Function
 from mezzo.runs.session import Session
-from mezzo.runs.setup import Setup, resolve_setup
+from mezzo.runs.setup import Setup, find_function, resolve_setup
 from mezzo.runs.suggestion import propose_task, task_options
 from mezzo.tasks import Task, bundled_data
 from mezzo.tasks.proposal import Proposal
@@ -166,8 +166,8 @@ def suggest_task(data: str | Path | Sequence[Mapping[str, Any]], model: str | No
 def prepared_config(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The resolved configuration by group, as `mezzo train` would run it."""
     values = with_task(values)
-    values |= datasets.splits_with_train(values.get("train"), resolve(values))
-    config = resolve_setup(resolve(values)).config.to_dict()
+    config = resolve(values | datasets.splits_with_train(values.get("train"), resolve(values)))
+    config = resolve_setup(config, function=find_function(config.objective)).config.to_dict()
     grouped: dict[str, dict[str, Any]] = {}
     for name, option in OPTIONS.items():
         grouped.setdefault(option.group, {})[name] = config[name]
@@ -284,7 +284,7 @@ def evaluate(
     if source is None:
         raise DataError(f"task {setup.task.name!r} has no bundled data: pass --data FILE")
     config = setup.config
-    found, _ = datasets.load_labelled(source, setup.task, split, config, data is not None)
+    found, _ = datasets.load_labelled(source, setup.task, split, config, data is not None, setup.reward is not None)
     try:
         measure = setup.evaluate_linear_probe if linear_probe else setup.evaluate_in_detail
         detail = measure(engine, datasets.take_some(found, config.eval_limit))
@@ -330,12 +330,15 @@ def _open(run: str | Path | None, at: int | None, options: dict[str, Any]) -> tu
     run, options = _name_model(run, options)
     if isinstance(task := options.get("task"), (Mapping, Task)):
         options = {**options, "task": _written_task(task, options, run)}
+    objective = options.get("objective")
+    function = objective if callable(objective) else find_function(objective or "")
+    options = {name: value for name, value in options.items() if not (name == "objective" and function is objective)}
     if run is not None:
-        return open_run(run, at, **options)
+        return open_run(run, at, function, **options)
     space = "lora" if options.get("quantize") or options.get("offload") else "full"
     # Demonstrations are drawn from all of --train: nothing is held out of it, since nothing is trained.
     whole = {"dev": options.get("train")} if options.get("demonstrations") and not options.get("k") else {}
-    setup = resolve_setup(resolve({"space": space, **whole, **options}))
+    setup = resolve_setup(resolve({"space": space, **whole, **options}), function=function)
     return setup.open_engine(), setup
 
 

@@ -36,6 +36,8 @@ class Prompt:
     segments: tuple[int, ...] = ()
     answers: tuple[str, ...] = ()
     right: tuple[int, ...] = ()
+    row: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """All fields of the row of data, where a reward may ask for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +121,8 @@ class Slope:
 class Generation:
     """How text is generated: greedily at temperature 0, else drawn from the smallest set of tokens with the probability `top_p`.
 
-    A draw is a function of (seed, prompt, number of the draw): it depends neither on the prompts beside it nor on the probe,
-    so that the texts of two probes differ only by their weights.
+    A draw is a function of (seed, direction of the probe, prompt, number of the draw): it does not depend on the prompts beside
+    it nor on the sign, so that the texts of a pair of probes differ only by their weights.
     """
 
     max_new_tokens: int
@@ -128,6 +130,15 @@ class Generation:
     top_p: float = 1.0
     draws: int = 1
     seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """Rewards of generated texts: values[probe, example, draw], higher is better. Of `failed` of them there was none, and a
+    configured value stands in."""
+
+    values: npt.NDArray[np.float64]
+    failed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

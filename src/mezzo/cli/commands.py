@@ -27,6 +27,7 @@ from mezzo.drawing.text import shows_unicode
 from mezzo.errors import ConfigError, join_names
 from mezzo.journal.atomic_files import write_atomically
 from mezzo.parallel.transports import torchrun
+from mezzo.evaluation.figures import describe_loss
 from mezzo.runs.datasets import DEFAULT_TASK
 from mezzo.runs.defaults import choose_method
 from mezzo.runs.folder import Folder
@@ -85,6 +86,7 @@ def _train(options: Namespace) -> Any:
 METHOD_WORDS = {
     "solve": "solving for each move",
     "spsa": "by slopes along random directions",
+    "es": "by rewards of generated text",
     "adam": "with gradients, as a baseline",
 }
 
@@ -107,7 +109,7 @@ def evaluate(options: Namespace) -> Any:
     evaluation = api.evaluate(options.run, **chosen)
     calibrated = evaluation.calibrated
     shown = "" if calibrated is None else f", calibrated {evaluation.metric} {calibrated:.1%}"
-    show_result(options, f"{evaluation}\nloss {evaluation.loss:.4f}{shown}")
+    show_result(options, f"{evaluation}\n{describe_loss(evaluation.loss, evaluation.metric)}{shown}")
     return evaluation.to_dict()
 
 

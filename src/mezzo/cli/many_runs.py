@@ -16,6 +16,7 @@ from mezzo.cli.progress import say, show_progress, show_result
 from mezzo.errors import ConfigError, MezzoError
 from mezzo.many_runs import open_sweep
 from mezzo.parallel.transports import torchrun
+from mezzo.evaluation.figures import format_figure
 from mezzo.runs.sweep import describe_point, holds_sweep
 
 RUNS = "runs"
@@ -73,8 +74,8 @@ def _row(path: Path) -> dict[str, Any]:
         str(run.header.task.get("name", "")),
         str(run.config.get("space", "")),
         run.verdict.word,
-        f"{shown.split} {shown.metric} {shown.value:.1%}" if shown else "–",
-        f"{metrics.zero_shot.value:.1%}" if metrics.zero_shot else "–",
+        f"{shown.split} {shown.metric} {format_figure(shown.value, shown.metric)}" if shown else "–",
+        format_figure(metrics.zero_shot.value, metrics.zero_shot.metric) if metrics.zero_shot else "–",
         run.steps,
         time.strftime("%Y-%m-%d %H:%M", time.localtime(written)),
     )

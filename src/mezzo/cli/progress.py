@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from mezzo.drawing.text import fit_encoding
+from mezzo.evaluation.figures import describe_loss, format_figure
 from mezzo.runs.progress import RunProgress
 from mezzo.untrusted import printable, without_credentials
 
@@ -19,7 +20,6 @@ EVENT_LINES = {
     "proposal": "{text}",
     "data": "data: {text}",
     "encoding": "encoding {examples:,} training examples (--train-limit N takes fewer)",
-    "evaluation": "step {step:>6}  dev {metric} {value:.1%}  dev loss {loss:.4f}",
     "worker": "{text}",
     "warning": "warning: {text}",
 }
@@ -71,7 +71,10 @@ def event_line(event: str, values: dict[str, Any]) -> str:
         return _harmless(_start_line(values))
     if event == "zero-shot":
         calibrated = "" if values["calibrated"] is None else f", calibrated {values['calibrated']:.1%}"
-        return f"zero-shot {values['metric']} {values['value']:.1%}{calibrated} (n={values['n']})"
+        return f"zero-shot {values['metric']} {format_figure(values['value'], values['metric'])}{calibrated} (n={values['n']})"
+    if event == "evaluation":
+        step, metric, value, loss = (values[name] for name in ("step", "metric", "value", "loss"))
+        return f"step {step:>6}  dev {metric} {format_figure(value, metric)}  {describe_loss(loss, metric, 'dev ')}"
     if event == "encoding" and values["examples"] < ANNOUNCED_EXAMPLES:
         return ""
     return _harmless(EVENT_LINES.get(event, "").format(**values))
@@ -91,7 +94,7 @@ def _start_line(values: dict[str, Any]) -> str:
 def _method_words(values: dict[str, Any]) -> str:
     if values["method"] == "adam":
         return f"AdamW with gradients, lr {values['lr']:g}"
-    if values["method"] == "spsa":
+    if values["method"] in ("spsa", "es"):
         return f"lr {values['lr']:g}, eps {values['eps']:g}"
     budget = f"{values['budget']:,.0f} example-forwards" if values["budget"] else "until moves stop helping"
     return f"solving for each move, {budget}"

@@ -138,16 +138,18 @@ class RunConfig:
     noise_rank: int = option("space", 8, "rank of lowrank noise", at_least=1, commands=("signal", "bench"))
 
     method: str | None = option("method", None,
-        "solve: each move follows from all scores, without a learning rate; spsa: as published; adam: AdamW with gradients, the "
-        "baseline, which needs their memory [solve for cross-entropy]",
-        choices=("solve", "spsa", "adam"))
+        "solve: each move follows from all scores, without a learning rate; spsa: as published; es: evolution strategies, for "
+        "rewards of generated text; adam: AdamW with gradients, the baseline, which needs their memory [solve for "
+        "cross-entropy, es for rewards]",
+        choices=("solve", "spsa", "es", "adam"))
     budget: str | None = option("method", None,
         "example-forwards to train for, such as 100k, or time, such as 10min [250k with --method solve]",
         resumable=True, per_model=True)
     objective: str = option("method", "cross_entropy",
-        "cross_entropy, vocabulary_cross_entropy, accuracy, f1, matthews, or module:function",
+        "cross_entropy, vocabulary_cross_entropy, accuracy, f1, matthews, or module:function; a function with a parameter "
+        "'completion' rewards generated text, as do exact_match and countdown",
         choices="mezzo.method.objectives:OBJECTIVES", open_choices=True,
-        runs_code=lambda name: ":" in name, placeholder="MODULE:FUNCTION")
+        runs_code=lambda name: ":" in name, placeholder="MODULE:FUNCTION", commands=("eval",), reopen="question")
     max_new_tokens: int = option("method", 16, "tokens to generate where the objective or the metric reads text",
         at_least=1, at_most=65536, commands=("eval", "predict"), reopen="question")
     stop: tuple[str, ...] | None = option("method", None,
@@ -159,28 +161,43 @@ class RunConfig:
         positive=True, at_most=1, commands=("eval", "predict"), reopen="question")
     draws: int = option("method", 1, "texts to draw for each prompt; metrics and rewards are averaged over them",
         at_least=1, at_most=4096, commands=("eval", "predict"), reopen="question")
-    steps: int | None = option("method", None, "training steps at most [1000 with --method spsa or adam]",
+    shaping: str = option("method", "zscore",
+        "how es weighs rewards: zscore (by the spread of the population), rank (over it, per prompt), or none (plain slopes)",
+        choices="mezzo.method.es:SHAPINGS", of_method=("es",))
+    reward_seconds: float = option("method", 10.0, "time that a call of your own reward function may take",
+        positive=True, commands=("eval",), resumable=True, reopen="question")
+    reward_mb: float = option("method", 1024.0, "memory that a process of your own reward function may take",
+        positive=True, commands=("eval",), resumable=True, reopen="question")
+    reward_workers: int | None = option("method", None, "processes that run your own reward function [cores, at most 8]",
+        at_least=1, at_most=1024, commands=("eval",), resumable=True, reopen="question")
+    failed_reward: float = option("method", 0.0, "reward of a text whose call raises, takes too long or too much memory",
+        commands=("eval",), reopen="question")
+    held_out: str | None = option("method", None,
+        "text file whose perplexity is measured along a run on rewards [an ordinary English text]",
+        commands=("eval",), resumable=True, reopen="question", placeholder="FILE")
+    steps: int | None = option("method", None, "training steps at most [1000 with --method spsa or adam, 100 with es]",
         at_least=1, resumable=True, per_model=True,
         aliases=("max_steps", "num_steps", "epochs", "num_train_epochs"))
     batch_size: int | None = option("method", None,
-        "examples a step [solve decides; spsa 64 for masked, 16 for causal models; adam 8]",
+        "examples a step [solve decides; spsa 64 for masked, 16 for causal models; es 16; adam 8]",
         at_least=1, at_most=2**20, commands=("signal", "bench"), per_model=True, aliases=("per_device_train_batch_size",))
     lr: float | None = option("method", None, "learning rate [by model and space]",
-        at_least=0, per_model=True, of_method=("spsa", "adam"), aliases=("learning_rate",))
+        at_least=0, per_model=True, of_method=("spsa", "es", "adam"), aliases=("learning_rate",))
     schedule: str | None = option("method", None, "learning rate over time: constant, linear, cosine [constant]",
-        choices="mezzo.method.optimizers:SHAPES", per_model=True, of_method=("spsa", "adam"), aliases=("lr_scheduler_type",))
+        choices="mezzo.method.optimizers:SHAPES", per_model=True, of_method=("spsa", "es", "adam"), aliases=("lr_scheduler_type",))
     warmup: int = option("method", 0, "steps of linear warm-up",
-        at_least=0, of_method=("spsa", "adam"), aliases=("warmup_steps",))
+        at_least=0, of_method=("spsa", "es", "adam"), aliases=("warmup_steps",))
     eps: float | None = option("method", None, "size of the perturbation [by model and space]",
-        positive=True, commands=("signal",), per_model=True, of_method=("solve", "spsa"), aliases=("epsilon", "zo_eps"))
+        positive=True, commands=("signal",), per_model=True, of_method=("solve", "spsa", "es"), aliases=("epsilon", "zo_eps"))
     samples: int | None = option("method", None,
-        "directions a step; each costs one forward pass with solve, two with spsa [solve decides; spsa 1]",
-        at_least=1, at_most=4096, commands=("bench",), of_method=("solve", "spsa"))
+        "directions a step; each costs one forward pass with solve, two with spsa or es [solve decides; spsa 1; es 16]",
+        at_least=1, at_most=4096, commands=("bench",), of_method=("solve", "spsa", "es"))
     weight_decay: float | None = option("method", None, "decay of the trained tensors [by model and space]",
-        at_least=0, per_model=True, of_method=("spsa", "adam"))
-    decay: str = option("method", "all", "what decays: all, or matrices (biases and norms do not)",
+        at_least=0, per_model=True, of_method=("spsa", "es", "adam"))
+    decay: str | None = option("method", None,
+        "what decays: all, matrices (biases and norms do not), or base (towards the base model, with lora) [all; es: base]",
         choices="mezzo.method.space:DECAYS")
-    clip: float = option("method", 0.0, "largest slope, in absolute value; 0 does not clip", at_least=0, of_method=("spsa",))
+    clip: float = option("method", 0.0, "largest slope, in absolute value; 0 does not clip", at_least=0, of_method=("spsa", "es"))
     seed: int = option("method", 0, "seed of the directions, the batches and fresh weights",
         at_least=0, at_most=LARGEST_SEED, commands=("eval", "signal"))
 

@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from mezzo.engines.base import Engine, FeatureEngine
 from mezzo.errors import ConfigError, DataError, ModelError
+from mezzo.evaluation.figures import describe_loss, format_figure
 from mezzo.evaluation.linear_probe import probe_scores
-from mezzo.evaluation.rewards import LINE_END, Decode, exact_match, read_texts, text_f1
+from mezzo.evaluation.rewards import LINE_END, Decode, RewardObjective, exact_match, read_texts, text_f1
 from mezzo.method import noise
 from mezzo.method.objectives import METRICS, cross_entropy, log_sum_exp
 from mezzo.types import Batch, Generation, Probe, Prompt, Readout
@@ -25,7 +26,8 @@ Labels = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True, repr=False)
 class Evaluation:
     """A model on a set of examples. `metric` names `value`; `interval` is its 95% confidence interval. `calibrated` is the
-    value without the prompt's prior; None where the answers are no labels, such as the candidates of a choice."""
+    value without the prompt's prior; None where the answers are no labels, such as the candidates of a choice. Beside a
+    reward, `accuracy` is the share of texts with a reward of at least 1, and `loss` that of a held-out text."""
 
     metric: str
     value: float
@@ -40,11 +42,12 @@ class Evaluation:
 
     def __str__(self) -> str:
         low, high = self.interval
-        return f"{self.metric} {self.value:.1%} [{low:.1%}, {high:.1%}] on {self.n} examples"
+        value, low, high = (format_figure(figure, self.metric) for figure in (self.value, low, high))
+        return f"{self.metric} {value} [{low}, {high}] on {self.n} examples"
 
     def __repr__(self) -> str:
         calibrated = "" if self.calibrated is None else f", calibrated {self.calibrated:.1%}"
-        return f"<{self}, loss {self.loss:.4f}{calibrated}>"
+        return f"<{self}, {describe_loss(self.loss, self.metric)}{calibrated}>"
 
 
 def rank(value: float, loss: float, step: int) -> tuple[float, float, int]:
@@ -123,15 +126,34 @@ def evaluate_texts(
     (texts,) = read_texts(engine.generate(batch, [Probe()], generation), decode, stop)
     pairs = list(zip(texts, prompts, strict=True))
     values, exact = (
-        np.array([np.mean([metric(text, prompt) for text in drawn]) for drawn, prompt in pairs])
+        np.array([np.mean([metric(text, prompt.answers) for text in drawn]) for drawn, prompt in pairs])
         for metric in (text_f1, exact_match)
     )
-    half = Z95 * float(values.std()) / math.sqrt(len(values))
-    mean = float(values.mean())
-    interval = (max(0.0, mean - half), min(1.0, mean + half))
+    mean, (low, high) = float(values.mean()), mean_interval(values)
+    interval = (max(0.0, low), min(1.0, high))
     found = Evaluation("f1", mean, interval, float(np.mean(exact)), loss, len(values), None)
-    right = tuple(bool(exact_match(drawn[0], prompt)) for drawn, prompt in pairs)
+    right = tuple(bool(exact_match(drawn[0], prompt.answers)) for drawn, prompt in pairs)
     return DetailedEvaluation(found, right, texts=tuple(drawn[0] for drawn in texts))
+
+
+def evaluate_rewards(engine: Engine, batch: Batch, objective: RewardObjective, held_out: Batch) -> DetailedEvaluation:
+    """Evaluate generated texts by their reward, beside the loss of a held-out text."""
+    if not batch.prompts:
+        raise DataError("there are no examples to evaluate")
+    loss = float(cross_entropy(engine.score(held_out, [Probe()]), held_out)[0])
+    texts = read_texts(engine.generate(batch, [Probe()], objective.generation), objective.decode, objective.stop)
+    rewards = objective.reward_texts(texts, batch.prompts).values[0]
+    values = rewards.mean(axis=1)
+    solved = float((rewards >= 1).mean())
+    found = Evaluation(objective.name, float(values.mean()), mean_interval(values), solved, loss, len(values), None)
+    right = tuple((rewards[:, 0] >= 1).tolist())
+    return DetailedEvaluation(found, right, texts=tuple(drawn[0] for drawn in texts[0]))
+
+
+def mean_interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """The 95% interval of a mean, by its standard error."""
+    half, mean = Z95 * float(values.std()) / math.sqrt(len(values)), float(values.mean())
+    return mean - half, mean + half
 
 
 def evaluate_scores(scores: npt.NDArray[np.float64], batch: Batch, metric: str, calibrate: bool = True) -> Evaluation:

@@ -1,50 +1,59 @@
-"""Objectives over generated text: a question for continuations, and a reward of each as the negative loss."""
+"""Objectives over generated text: a question for continuations, and a reward of each."""
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from mezzo.engines.base import Continuations
-from mezzo.errors import ConfigError
-from mezzo.method import noise
-from mezzo.method.objectives import Losses, describe_failure
-from mezzo.types import Batch, Generation, Probe, Prompt, Question
+from mezzo.evaluation.figures import REWARD
+from mezzo.evaluation.reward_workers import Call, Failure, Outcome, RewardWorkers, call_function
+from mezzo.method.objectives import Losses
+from mezzo.tasks import countdown
+from mezzo.types import Batch, Generation, Probe, Prompt, Question, Rewards
 
-Reward = Callable[[str, Prompt], float]
+Reward = Callable[..., Any]
 Decode = Callable[[Sequence[int]], str]
 # What ends an answer: the end of its line.
 LINE_END = ("\n",)
+# What a reward may ask for, by the names of its parameters: of one text, or of all of them at once.
+OF_ONE = ("prompt", "completion", "row", "answers")
+OF_ALL = ("prompts", "completions", "rows", "answers")
 
 
-def text_reward(function: Reward) -> Reward:
-    """Mark a function of (generated text, prompt) that returns a reward, higher is better, as an objective."""
-    function.is_text_reward = True  # type: ignore[attr-defined]
-    return function
+def is_reward(objective: Any) -> bool:
+    """Whether a function rewards generated text: it has a parameter `completion`, or for all texts at once `completions`."""
+    return callable(objective) and bool({"completion", "completions"} & _parameters(objective))
 
 
-def is_text_reward(objective: Any) -> bool:
-    return getattr(objective, "is_text_reward", False) is True
+def _parameters(function: Reward) -> set[str]:
+    try:
+        return set(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # a function that is not written in Python
+        return set()
 
 
-def text_f1(text: str, prompt: Prompt) -> float:
-    """Word overlap with the best of the prompt's answers; case, punctuation and articles do not count."""
-    return max((_overlap(_words(text), _words(answer)) for answer in prompt.answers), default=0.0)
+def text_f1(completion: str, answers: Sequence[str]) -> float:
+    """Word overlap with the best of the right answers; case, punctuation and articles do not count."""
+    return max((_overlap(_words(completion), _words(answer)) for answer in answers), default=0.0)
 
 
-def exact_match(text: str, prompt: Prompt) -> float:
-    return float(any(_words(text) == _words(answer) for answer in prompt.answers))
+def exact_match(completion: str, answers: Sequence[str]) -> float:
+    return float(any(_words(completion) == _words(answer) for answer in answers))
 
 
-# What the metrics of a generation task mean, as rewards of one text.
-TEXT_METRICS: dict[str, Reward] = {"f1": text_f1}
+# Rewards that `--objective` names. They come with this package and need no processes of their own.
+REWARDS: dict[str, Reward] = {"f1": text_f1, "exact_match": exact_match, "countdown": countdown.reward}
+# The names of their means as metrics.
+REWARD_METRICS = (REWARD, *(f"{name} {REWARD}" for name in REWARDS))
 
 
 def read_texts(continuations: Continuations, decode: Decode, stop: Sequence[str] = LINE_END) -> list[list[list[str]]]:
@@ -57,37 +66,84 @@ def _cut(text: str, stop: Sequence[str]) -> str:
     return text[: min(ends)].strip() if ends else text
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RewardObjective:
-    """Minus the mean reward of what is generated at each probe."""
+    """Rewards of what is generated at each probe. A call that fails has the reward `failed`, and is counted."""
 
     reward: Reward
     decode: Decode
     generation: Generation
     stop: tuple[str, ...] = LINE_END
+    workers: RewardWorkers | None = None
+    """Processes that run the reward; None: it comes with this package and runs here."""
+    failed: float = 0.0
+    name: str = REWARD
+    """Of the metric that its mean is."""
+    failures: Counter[str] = field(default_factory=Counter, compare=False)
+    """How often calls failed so far, by kind."""
+    messages: dict[str, str] = field(default_factory=dict, compare=False)
+    """The first failure of each kind, in words."""
     on_device: bool = False
 
     def question(self, batch: Batch, probes: tuple[Probe, ...]) -> Question:
-        """Drawn texts differ from step to step, as the directions do, and are drawn alike at both probes of a pair."""
-        direction = next((seed for probe in probes for seed, _ in probe.terms), 0)
-        seed = noise.step_seed(self.generation.seed, direction, 0)
-        return Question(batch, probes, dataclasses.replace(self.generation, seed=seed))
+        return Question(batch, probes, self.generation)
 
     def losses(self, answer: Continuations, batch: Batch) -> Losses:
-        texts = read_texts(answer, self.decode, self.stop)
-        name = getattr(self.reward, "__name__", "the reward")
-        try:
-            rewards = [
-                [float(self.reward(text, p)) for p, drawn in zip(batch.prompts, row, strict=True) for text in drawn]
-                for row in texts
-            ]
-        except Exception as error:  # the message must name the function that failed
-            raise ConfigError(f"{name} failed: {describe_failure(error)}") from error
-        table = np.array(rewards, dtype=np.float32)
-        if not np.isfinite(table).all():
-            raise ConfigError(f"{name} returned a reward that is not a finite number")
-        losses: Losses = -table.astype(np.float64).mean(axis=1)
+        """Minus the mean reward of each probe."""
+        losses: Losses = -self.rewards(answer, batch).values.mean(axis=(1, 2))
         return losses
+
+    def rewards(self, answer: Continuations, batch: Batch) -> Rewards:
+        """By probe, example and draw."""
+        return self.reward_texts(read_texts(answer, self.decode, self.stop), batch.prompts)
+
+    def reward_texts(self, texts: list[list[list[str]]], prompts: Sequence[Prompt]) -> Rewards:
+        shape = len(texts), len(prompts), len(texts[0][0])
+        rewarded = [(text, p) for member in texts for p, drawn in zip(prompts, member, strict=True) for text in drawn]
+        before = self.failures.total()
+        values = self._reward_all(rewarded)
+        return Rewards(np.array(values, dtype=np.float64).reshape(shape), self.failures.total() - before)
+
+    def _reward_all(self, rewarded: Sequence[tuple[str, Prompt]]) -> list[float]:
+        columns = (
+            [self._text_of(prompt) for _, prompt in rewarded],
+            [text for text, _ in rewarded],
+            [dict(prompt.row) for _, prompt in rewarded],
+            [list(prompt.answers) for _, prompt in rewarded],
+        )
+        asked = _parameters(self.reward)
+        if "completions" in asked:
+            calls = [{name: column for name, column in zip(OF_ALL, columns, strict=True) if name in asked}]
+            return self._read(self._call(calls)[0], len(rewarded))
+        calls = [
+            {name: value for name, value in zip(OF_ONE, values, strict=True) if name in asked}
+            for values in zip(*columns, strict=True)
+        ]
+        return [value for outcome in self._call(calls) for value in self._read(outcome, 1)]
+
+    def _call(self, calls: list[Call]) -> list[Outcome]:
+        return self.workers(calls) if self.workers else [call_function(self.reward, call) for call in calls]
+
+    def _read(self, outcome: Outcome, count: int) -> list[float]:
+        if not isinstance(outcome, Failure) and len(outcome) != count:
+            outcome = Failure("error", f"it returned {len(outcome)} rewards for {count} texts")
+        if isinstance(outcome, Failure):
+            self.failures[outcome.kind] += count
+            self.messages.setdefault(outcome.kind, outcome.text)
+            return [self.failed] * count
+        return outcome
+
+    @cached_property
+    def _text_of(self) -> Callable[[Prompt], str]:
+        """A prompt's text, decoded once: the same prompts come again with every probe and draw."""
+        known: dict[tuple[int, ...], str] = {}
+
+        def text_of(prompt: Prompt) -> str:
+            if prompt.ids not in known:
+                known[prompt.ids] = self.decode(prompt.ids)
+            return known[prompt.ids]
+
+        return text_of
 
 
 def _words(text: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -99,7 +99,12 @@ class EstimatorMethod:
 
 
 def make_record(
-    step: int, losses: Losses, slopes: tuple[Slope, ...], update: Callable[[], Update], lr: float
+    step: int,
+    losses: Losses,
+    slopes: tuple[Slope, ...],
+    update: Callable[[], Update],
+    lr: float,
+    notes: Mapping[str, float] = {},
 ) -> StepRecord:
     """The record of a step; without finite losses, slopes and coefficients the step is skipped and moves nothing."""
     values = tuple(slope.value for slope in slopes)
@@ -107,9 +112,8 @@ def make_record(
     move = update() if usable else Update()
     if not all(math.isfinite(value) for value in (move.keep, *(coef for _, coef in move.terms))):
         usable, move = False, Update()  # a step too large for float32
-    return StepRecord(
-        step, tuple(float(loss) for loss in losses), values, move, lr, skipped="" if usable else "non-finite loss"
-    )
+    skipped = "" if usable else "non-finite loss"
+    return StepRecord(step, tuple(float(loss) for loss in losses), values, move, lr, skipped, notes)
 
 
 def answer_questions(

@@ -10,7 +10,7 @@ from functools import partial
 from mezzo.errors import SpaceError, nearest
 from mezzo.types import TensorInfo, TrainedTensor
 
-DECAYS = ("all", "matrices")
+DECAYS = ("all", "matrices", "base")
 TIED = "this model's head is tied to its embeddings"
 USUAL_NOISE_RANK = 8
 
@@ -59,7 +59,9 @@ class Space:
         if self.head and not self.adapter:
             raise SpaceError(f"--train-head goes with --space {' or '.join(ADAPTERS)}, not {self.kind!r}")
         if self.decay not in DECAYS:
-            raise SpaceError(f"decay is 'all' or 'matrices' (skips biases and norms), not {self.decay!r}")
+            raise SpaceError(f"decay is 'all', 'matrices' (skips biases and norms) or 'base', not {self.decay!r}")
+        if self.decay == "base" and self.kind != "lora":
+            raise SpaceError(f"--decay base goes with --space lora, whose B factors are zero at the base; not {self.kind!r}")
 
     @property
     def adapter(self) -> bool:
@@ -132,7 +134,7 @@ def _lora(space: Space, tensors: Sequence[TensorInfo]) -> tuple[TrainedTensor, .
                 f"rank {space.rank} is more than {info.name} has ({min(out, inner)}); choose a smaller --rank"
             )
         name_a, name_b = lora_names(info.name)
-        chosen.append(TrainedTensor(name_a, (space.rank, inner), "lora_A"))
+        chosen.append(TrainedTensor(name_a, (space.rank, inner), "lora_A", decay=_has_decay(space, "lora_A")))
         chosen.append(TrainedTensor(name_b, (out, space.rank), "lora_B"))
     return tuple(chosen)
 
@@ -212,6 +214,8 @@ def _refuse_noise_rank(space: Space, chosen: Sequence[TrainedTensor]) -> None:
 
 
 def _has_decay(space: Space, kind: str) -> bool:
+    if space.decay == "base":  # the one kind that is zero where the model is as it came
+        return kind == "lora_B"
     return space.decay == "all" or kind not in ("bias", "norm")
 
 

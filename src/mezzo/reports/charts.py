@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 
 from mezzo.drawing import Baseline, Chart, Series
+from mezzo.evaluation.figures import is_reward_metric
 from mezzo.reports.comparison import Comparison, Setting
 from mezzo.reports.metrics import RecordedEvaluation
 from mezzo.reports.run_data import RunData
@@ -106,7 +107,7 @@ def _metric(run: RunData) -> Iterator[Chart]:
             baselines.append(Baseline(f"calibrated zero-shot ({metrics.tested_on})", zero_shot.calibrated, 3))
     if metrics.majority is not None:
         baselines.append(Baseline(f"majority class ({metrics.tested_on})", metrics.majority, 7))
-    chart = Chart("metric", run.metric, tuple(series), tuple(baselines), best=_best(run), percent=True)
+    chart = Chart("metric", run.metric, tuple(series), tuple(baselines), best=_best(run), percent=not is_reward_metric(run.metric))
     yield _over(run, chart)
 
 

@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from mezzo.drawing import Chart, render_svg
+from mezzo.evaluation.figures import is_reward_metric
 from mezzo.reports.metrics import RecordedEvaluation, finite_number
 
 
@@ -37,6 +38,8 @@ def number_cells(figures: Iterable[str]) -> str:
 
 def interval(evaluation: RecordedEvaluation) -> str:
     low, high = evaluation.interval
+    if is_reward_metric(evaluation.metric) and math.isfinite(low):
+        return f"{low:.4g} to {high:.4g}"
     return f"{100 * low:.1f}–{high:.1%}" if math.isfinite(low) else "–"
 
 

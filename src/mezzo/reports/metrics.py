@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mezzo.evaluation.evaluate import Evaluation
+from mezzo.evaluation.rewards import REWARD_METRICS
 from mezzo.method.objectives import METRICS
 from mezzo.reports.sampling import Sample
 
@@ -148,7 +149,7 @@ def _parse_evaluation(event: Event, split: str) -> RecordedEvaluation | None:
     if step is None or value is None or low is None or high is None:
         return None
     accuracy, loss, calibrated = (finite_number(event.get(key)) for key in ("accuracy", "loss", "calibrated"))
-    metric = next((name for name in METRICS if name == event.get("metric")), "accuracy")
+    metric = next((name for name in (*METRICS, *REWARD_METRICS) if name == event.get("metric")), "accuracy")
     accuracy, loss = (math.nan if figure is None else figure for figure in (accuracy, loss))
     return RecordedEvaluation(metric, value, (low, high), accuracy, loss, int(n or 0), calibrated, split, int(step))
 

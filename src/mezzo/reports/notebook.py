@@ -8,6 +8,7 @@ from collections.abc import Callable
 from html import escape
 from typing import Any
 
+from mezzo.evaluation.figures import format_figure
 from mezzo.runs.progress import RunProgress
 from mezzo.runs.result import dev_chart, html_figure, html_table, read_curve
 
@@ -39,7 +40,7 @@ class LiveTable:
         if event == "evaluation":
             self._events.append({"event": event, **values})
         elif event == "zero-shot":
-            self._rows.append((f"zero-shot {values['metric']}", f"{values['value']:.1%}"))
+            self._rows.append((f"zero-shot {values['metric']}", format_figure(values["value"], values["metric"])))
         elif event == "warning":
             self._warnings.append(str(values["text"]))
         if event != "step" or time.monotonic() - self._shown >= INTERVAL:
@@ -62,7 +63,7 @@ class LiveTable:
             ("progress", f"{progress.place} ({progress.share:.0%})"),
             *self._rows,
             ("loss", progress.loss.removeprefix("loss ")),
-            ("dev", progress.dev_figure.removeprefix("dev ") + (f" (best {best:.1%})" if best is not None else "")),
+            ("dev", progress.dev_figure.removeprefix("dev ") + (f" (best {format_figure(best, self._events[-1]['metric'])})" if best is not None else "")),
             ("pace", progress.pace),
             ("time left", "" if finished else progress.time_left.removesuffix(" left")),
         ]

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
 
+from mezzo.evaluation.figures import format_figure
 from mezzo.reports import html
 from mezzo.reports.charts import comparison_charts, unique_names
 from mezzo.reports.comparison import Comparison
@@ -106,9 +107,9 @@ def _run_row(found: Comparison, run: RunData, name: str) -> str:
     evaluation = metrics.final or run.best
     figures = (
         escape(html.plain_text(run.config.get("seed"))),
-        f"{evaluation.value:.1%}" if evaluation else "–",
+        format_figure(evaluation.value, evaluation.metric) if evaluation else "–",
         html.interval(evaluation) if evaluation else "–",
-        f"{metrics.zero_shot.value:.1%}" if metrics.zero_shot else "–",
+        format_figure(metrics.zero_shot.value, metrics.zero_shot.metric) if metrics.zero_shot else "–",
         html.percent(metrics.zero_shot.calibrated if metrics.zero_shot else None),
         f"{evaluation.step:,}" if evaluation else "–",
         f"{run.steps:,}",

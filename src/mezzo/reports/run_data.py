@@ -56,7 +56,7 @@ class RunData:
     @property
     def method(self) -> str:
         method = self.config.get("method")
-        return str(method) if method in ("solve", "adam") else "spsa"
+        return str(method) if method in ("solve", "es", "adam") else "spsa"
 
     @property
     def planned_steps(self) -> int | None:

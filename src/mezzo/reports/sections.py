@@ -11,6 +11,7 @@ from html import escape
 from typing import Any
 
 from mezzo.evaluation.evaluate import wilson_interval
+from mezzo.evaluation.figures import format_figure
 from mezzo.reports import html
 from mezzo.reports.changes import changes_section, classes_section
 from mezzo.reports.charts import run_charts
@@ -58,9 +59,9 @@ def _figures(run: RunData) -> str:
     metrics, figures = run.metrics, list[tuple[str, str]]()
     if shown := metrics.final or run.best:
         name = f"{'' if metrics.final else 'best '}{shown.split} {shown.metric}, step {shown.step}"
-        figures.append((name, f"{shown.value:.1%}"))
+        figures.append((name, format_figure(shown.value, shown.metric)))
     if zero_shot := metrics.zero_shot:
-        figures.append(("zero-shot", f"{zero_shot.value:.1%}"))
+        figures.append(("zero-shot", format_figure(zero_shot.value, zero_shot.metric)))
         if zero_shot.calibrated is not None:
             figures.append(("calibrated zero-shot", f"{zero_shot.calibrated:.1%}"))
     if metrics.majority is not None:
@@ -134,7 +135,7 @@ def _calibrated_row(name: str, evaluation: RecordedEvaluation) -> list[str]:
 
 def _evaluation_row(name: str, evaluation: RecordedEvaluation, bold: bool = False) -> str:
     loss = f"{evaluation.loss:.3f}" if math.isfinite(evaluation.loss) else "–"
-    figures = (f"{evaluation.step:,}", f"{evaluation.value:.1%}", html.interval(evaluation), loss, f"{evaluation.n:,}")
+    figures = (f"{evaluation.step:,}", format_figure(evaluation.value, evaluation.metric), html.interval(evaluation), loss, f"{evaluation.n:,}")
     return f'<tr class="{"chosen" if bold else ""}"><td>{escape(name)}</td>{html.number_cells(figures)}</tr>'
 
 

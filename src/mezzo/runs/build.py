@@ -40,11 +40,10 @@ from mezzo.runs.resume_checks import (
     refuse_missing_data,
 )
 from mezzo.runs.session import Session
-from mezzo.runs.setup import Setup, resolve_setup
+from mezzo.runs.setup import Setup, find_function, resolve_setup
 from mezzo.runs.trackers import Trackers, check_installed
 from mezzo.runs.trainer import Limits, MeZOTrainer
 from mezzo.tasks import get_task
-from mezzo.types import Batch
 
 # Example-forwards of training between two evaluations, by the number of dev examples.
 EVALUATION_SHARE = 8
@@ -63,17 +62,18 @@ def new_run(config: RunConfig, observe: Observer, function: Function | None = No
     """Check everything, then create the run folder."""
     config = config.replace(objective=describe_function(function)) if function else config
     check_installed(config.track)
-    setup = resolve_setup(config)
+    own = function or find_function(config.objective)
+    setup = resolve_setup(config, function=own)
     if _was_restarted(setup.config):
         changes = {name: getattr(config, name) for name in RESUMABLE if getattr(config, name) is not None}
         changes |= {name: getattr(setup.config, name) for name in CONTACTING if getattr(config, name) is not None}
         return resume_run(
             str(config.out), observe, changes | ({} if function else {"objective": config.objective}), function
         )
-    objective = _load(setup, observe, function)
+    objective = _load(setup, observe)
     with _Opened() as opened:
         engine = opened.add(_open_engine(setup))
-        engine.check(Batch(setup.train_prompts, setup.readout), setup.config.eps or 1e-3)
+        engine.check(setup.check_batch, setup.config.eps or 1e-3)
         space = setup.config.space or ""
         folder = opened.add(Folder.create(config.out, f"{setup.task.name}-{space if space.isalnum() else 'pattern'}"))
         journal = opened.add(Journal.create(folder.path, make_header(setup, engine), prefix_start(engine)))
@@ -103,9 +103,10 @@ def resume_run(
         # A model's own code runs only where the user asks for it, not because a file says so.
         config = from_mapping({**remembered, "remote_code": False, **changes, "out": str(folder.path)})
         check_installed(config.track)
-        setup = resolve_setup(config, get_task(dict(header.task)))
+        own = function or find_function(config.objective)
+        setup = resolve_setup(config, get_task(dict(header.task)), own)
         refuse_missing_data(setup.config, folder)
-        objective = _load(setup, observe, function)
+        objective = _load(setup, observe)
         check_same_data(header, setup)
         engine = opened.add(_open_engine(setup))
         engine.micro_batch = header.micro_batch
@@ -142,11 +143,13 @@ def make_header(setup: Setup, engine: Engine) -> Header:
     )
 
 
-def _load(setup: Setup, observe: Observer, function: Function | None) -> Objective:
+def _load(setup: Setup, observe: Observer) -> Objective:
     """Load and encode the data and find the objective: the last mistakes that can be found without the model's weights."""
     observe("encoding", {"examples": len(setup.splits.train)})
     _ = setup.train_prompts
-    objective = setup.objective(function)
+    if setup.reward and setup.reward.workers:
+        setup.reward.workers.start()  # before this process has threads and a GPU
+    objective = setup.objective
     make_method(setup, objective)
     observe("loading", {"model": setup.config.model, "task": setup.task.name})
     return objective

@@ -96,18 +96,22 @@ def _read_task(spec: str, family: Family) -> Task:
         raise TaskError(f"--task begins with '{{', but is not valid JSON: {error}") from None
 
 
-def load_splits(config: RunConfig, task: Task) -> Splits:
-    """Train, dev and test examples, from the files named or from what the package carries."""
+def load_splits(config: RunConfig, task: Task, unlabelled: bool = False) -> Splits:
+    """Train, dev and test examples, from the files named or from what the package carries. `unlabelled`: rows without a label
+    or an answer are used too, as a reward needs none."""
     bundled = config.train is None
     given = {"train": config.train, "dev": config.dev, "test": config.test}
     sources = {name: source or (bundled_data(task.name, name) if bundled else None) for name, source in given.items()}
     if sources["train"] is None:
         raise ConfigError(f"task {task.name!r} has no bundled data: pass --train FILE (and --test FILE)")
     named = {name: source for name, source in sources.items() if source}
-    read = {name: load_labelled(source, task, name, config, given[name]) for name, source in named.items()}
+    read = {
+        name: load_labelled(source, task, name, config, given[name], unlabelled) for name, source in named.items()
+    }
     examples = {name: found for name, (found, _) in read.items()}
     train = examples["train"]
-    _refuse_one_class(train, task, sources["train"])
+    if not unlabelled:
+        _refuse_one_class(train, task, sources["train"])
     dev = examples.get("dev", [])
     if config.k:
         seed = config.seed if config.data_seed is None else config.data_seed
@@ -126,11 +130,14 @@ def load_splits(config: RunConfig, task: Task) -> Splits:
 
 
 def load_labelled(
-    source: Any, task: Task, split: str, config: RunConfig, given: object = True
+    source: Any, task: Task, split: str, config: RunConfig, given: object = True, unlabelled: bool = False
 ) -> tuple[list[Example], int]:
     """The examples of a source, and how many rows were left out because they have no label."""
     options = reading_options(config, given)
-    found = load_examples(source, task, split=split, labelled=not config.skip_unlabelled, **options)
+    labels_needed = not (config.skip_unlabelled or unlabelled)
+    found = load_examples(source, task, split=split, labelled=labels_needed, **options)
+    if unlabelled and not config.skip_unlabelled:
+        return found, 0
     labelled = [example for example in found if example.label >= 0]
     if not labelled:
         raise DataError(f"{source}: no row has a label; give data that has some")
@@ -194,9 +201,10 @@ def save_rows(rows: dict[str, Any], config: RunConfig) -> dict[str, str]:
     folder = _data_folder(config)
     named, paths = column_names(config), {}
     for name, source in rows.items():
-        labelled = not config.skip_unlabelled
+        # Whether texts to generate need right answers depends on the objective, and is checked when the files are read.
+        labelled = not config.skip_unlabelled and task.kind != "generation"
         found = load_examples(source, task, split=name, id_order=config.id_order, columns=named, labelled=labelled)
-        lines = [json.dumps(_to_row(example, task, named), ensure_ascii=False) for example in found]
+        lines = [json.dumps(_to_row(example, task, named), ensure_ascii=False, default=str) for example in found]
         data = "".join(line + "\n" for line in lines).encode()
         path = folder / f"{name}-{hashlib.sha256(data).hexdigest()[:12]}.jsonl"
         write_atomically(path, data)
@@ -211,7 +219,7 @@ def _data_folder(config: RunConfig) -> Path:
 def _to_row(example: Example, task: Task, named: dict[str, str]) -> dict[str, Any]:
     """An example as a line of data: its label by name, so that no order of ids is needed to read it back."""
     row = dict(example.fields)
-    if example.label < 0:
+    if example.label < 0 and task.kind != "generation":
         row[task.label_column] = None
     elif task.kind == "classification":
         row[task.label_column] = task.labels[example.label]

@@ -19,6 +19,9 @@ from mezzo.untrusted import read_settings
 STEPS = 1000
 BUDGET = "250k"
 BATCH = {"masked": 64, "causal": 16}
+# Evolution strategies: the rate is a share of eps, since weights of directions have no scale of their own.
+ES = {"steps": 100, "schedule": "constant", "batch_size": 16, "samples": 16, "weight_decay": 0.0}
+ES_RATE = 1.0
 
 # Middle of the published grids for RoBERTa-large (masked) and OPT (causal). A head is small and its loss smooth.
 PUBLISHED: dict[tuple[str, str], dict[str, float]] = {
@@ -80,20 +83,26 @@ def _check_settings(name: str, values: Any) -> Any:
     return {name: getattr(from_mapping(named), name) for name in named}
 
 
-def apply_defaults(config: RunConfig, family: str) -> RunConfig:
-    """Every `None` among the method's options replaced: the bundled model's choice, else the published one."""
+def apply_defaults(config: RunConfig, family: str, rewards: bool = False) -> RunConfig:
+    """Every `None` among the method's options replaced: the bundled model's choice, else the published one. `rewards`: the
+    objective rewards generated text."""
     ours = model_settings(config.model)
     engine = ENGINES[config.engine]
     usual = ours.get("space", "lora")
     asked: str = config.space or (usual if engine.trains(usual) else engine.spaces[0])
-    config = config.replace(space=asked, method=choose_method(config, asked in engine.low_rank_spaces))
+    config = config.replace(space=asked, method=choose_method(config, asked in engine.low_rank_spaces, rewards))
     space = asked if (family, asked) in PUBLISHED else "full"
     published = {**PUBLISHED[family, space], **ours.get(asked, {})}
-    chosen: dict[str, Any] = {"noise": "lowrank" if asked in engine.low_rank_spaces else NOISE[config.dtype]}
+    towards_base = config.method == "es" and asked == "lora"
+    chosen: dict[str, Any] = {"decay": "base" if towards_base else "all"}
+    chosen |= {"noise": "lowrank" if asked in engine.low_rank_spaces else NOISE[config.dtype]}
     if config.method == "adam":
         chosen |= {**ADAM, "lr": ADAM_RATES.get(asked, ADAM_RATES["full"])}
     elif config.method == "solve":
         chosen |= {"eps": published["eps"], "budget": published.get("budget", BUDGET)}
+    elif config.method == "es":
+        eps = config.eps or published["eps"]
+        chosen |= {**ES, "eps": eps, "lr": ES_RATE * eps}
     else:
         chosen |= {"steps": STEPS, "schedule": "constant", "batch_size": BATCH[family], "samples": 1, **published}
         chosen.pop("budget", None)
@@ -123,7 +132,7 @@ def describe_defaults(values: Mapping[str, Any]) -> dict[str, str]:
     return shown
 
 
-def choose_method(config: RunConfig, one_direction: bool = False) -> str:
+def choose_method(config: RunConfig, one_direction: bool = False, rewards: bool = False) -> str:
     """The method that was asked for; else `solve` where the loss is a cross-entropy and no option of the other is given.
 
     `one_direction`: a probe is an adapter of the noise's rank, and cannot be the sum of many directions that a move is.
@@ -132,7 +141,7 @@ def choose_method(config: RunConfig, one_direction: bool = False) -> str:
     smooth = objective is not None and objective.smooth
     given = [o for o in OPTIONS.values() if o.of_method and getattr(config, o.name) != o.default]
     if config.method in ("solve", "adam"):
-        if not smooth:
+        if not smooth or rewards:
             names = " or ".join(name for name, each in OBJECTIVES.items() if each.smooth)
             raise ConfigError(
                 f"--method {config.method} needs a loss with slopes ({names}); {config.objective!r} is trained with --method spsa"
@@ -149,6 +158,6 @@ def choose_method(config: RunConfig, one_direction: bool = False) -> str:
         )
     if config.method == "adam" and (not ENGINES[config.engine].gradients or config.workers):
         raise ConfigError("--method adam needs gradients: it runs in one process of the torch engine, without workers")
-    if config.method:
-        return config.method
+    if config.method or rewards:
+        return config.method or "es"
     return "spsa" if not smooth or one_direction or any("solve" not in o.of_method for o in given) else "solve"

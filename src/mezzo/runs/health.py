@@ -14,10 +14,11 @@ Kind = Literal["diverging", "no signal", "overfitting"]
 # Steps whose median counts as the present loss when divergence is checked.
 RECENT = 10
 # Steps whose mean counts as the training loss around a step, for comparison with dev: solve has few and large steps.
-WINDOW = {"solve": 4, "spsa": 50, "adam": 50}
+WINDOW = {"solve": 4, "spsa": 50, "es": 10, "adam": 50}
 AGAINST_DIVERGENCE = {
     "solve": "a smaller --eps or more training examples; the best checkpoint so far is kept",
     "adam": "an --lr three to ten times smaller; the best checkpoint so far is kept",
+    "es": "an --lr three to ten times smaller, or a --weight-decay; the best checkpoint so far is kept",
     "spsa": "an --lr three to ten times smaller, or bound single steps with --clip; the best checkpoint so far is kept",
 }
 # Consecutive steps without any slope after which there is no signal.
@@ -65,7 +66,7 @@ class Health:
     def _check_step(self, step: int, loss: float, slopes: Sequence[float]) -> Iterator[Finding | None]:
         self._losses.append(loss)
         self._zero_streak = 0 if any(slopes) else self._zero_streak + 1
-        if self.method == "spsa":  # solve looks at all scores, and ends by itself when moves stop helping
+        if self.method in ("spsa", "es"):  # solve looks at all scores, and ends by itself when moves stop helping
             yield self._no_signal(step)
         yield self._exploding_loss(step)
 

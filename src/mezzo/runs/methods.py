@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mezzo.errors import ConfigError
 from mezzo.method.batches import ExampleStream, make_batches
+from mezzo.method.es import EvolutionStrategies
 from mezzo.method.estimators import Spsa
 from mezzo.method.gradient import GradientMethod
 from mezzo.method.method import EstimatorMethod, Method
@@ -47,6 +49,22 @@ def _make_spsa(setup: Setup, objective: Objective) -> Method:
     )
 
 
+def _make_es(setup: Setup, objective: Objective) -> Method:
+    config, reward = setup.config, setup.reward
+    if reward is None:
+        raise ConfigError("--method es trains on rewards of generated text: name one, such as --objective module:function")
+    assert config.lr is not None and config.eps is not None and config.steps is not None
+    assert config.schedule is not None and config.batch_size is not None and config.samples is not None
+    rate = schedule(config.schedule, config.lr, config.steps, config.warmup)
+    return EvolutionStrategies(
+        reward,
+        Spsa(config.seed, config.eps, config.samples),
+        Sgd(rate, config.weight_decay or 0.0, config.clip),
+        make_batches(setup.train_prompts, setup.readout, config.seed, config.batch_size),
+        config.shaping,
+    )
+
+
 def _make_adam(setup: Setup, objective: Objective) -> Method:
     config = setup.config
     assert config.lr is not None and config.steps is not None
@@ -61,5 +79,6 @@ def _make_adam(setup: Setup, objective: Objective) -> Method:
 METHODS: dict[str, Callable[[Setup, Objective], Method]] = {
     "solve": _make_solve,
     "spsa": _make_spsa,
+    "es": _make_es,
     "adam": _make_adam,
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 from mezzo import __version__
 from mezzo.engines.hf_hub import BUNDLED
+from mezzo.evaluation.figures import format_figure
 from mezzo.journal.header import Header
 from mezzo.untrusted import printable
 
@@ -115,7 +116,8 @@ METHOD_OPTIONS = ("method", "budget", "objective", "lr", "schedule", "eps", "bat
 
 def _figure(entry: Mapping[str, Any]) -> str:
     low, high = entry["interval"]
-    return f"{entry['value']:.1%} ({low:.1%} to {high:.1%})"
+    value, low, high = (format_figure(figure, str(entry.get("metric"))) for figure in (entry["value"], low, high))
+    return f"{value} ({low} to {high})"
 
 
 def _method(config: Mapping[str, Any], header: Header) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mezzo.evaluation.evaluate import Z95, DetailedEvaluation, Evaluation, calibrated_predictions, wrong_where_nan
+from mezzo.evaluation.figures import format_figure, is_reward_metric
 from mezzo.method.objectives import METRICS
 from mezzo.runs.mistakes import answer_name, text_fields
 from mezzo.tasks import Task
@@ -94,6 +95,7 @@ class Gain:
     before: float
     after: float
     certain: bool
+    metric: str = "accuracy"
 
     @property
     def better(self) -> bool:
@@ -104,8 +106,10 @@ class Gain:
         return self.certain and self.after < self.before
 
     def __str__(self) -> str:
-        points, chance = 100 * (self.after - self.before), "more than chance" if self.certain else "within chance"
-        return f"{self.after:.1%} after training, {self.before:.1%} before: {points:+.1f} points, {chance}"
+        difference, chance = self.after - self.before, "more than chance" if self.certain else "within chance"
+        change = f"{difference:+.4g}" if is_reward_metric(self.metric) else f"{100 * difference:+.1f} points"
+        after, before = (format_figure(figure, self.metric) for figure in (self.after, self.before))
+        return f"{after} after training, {before} before: {change}, {chance}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +133,7 @@ def measure_gains(
     old, new = before.evaluation, after.evaluation
     # The answers decide about accuracy only: other metrics are no mean over them.
     known = [each.answers for each in (before, after) if each.answers and new.metric == "accuracy"]
-    plain = _gain(old.value, new.value, new.interval, [answers.right for answers in known])
+    plain = _gain(old.value, new.value, new.interval, [answers.right for answers in known], new.metric)
     calibrated = None
     if old.calibrated is not None and new.calibrated is not None:
         rights = [answers.calibrated_right for answers in known if answers.calibrated_right]
@@ -137,11 +141,17 @@ def measure_gains(
     return Gains(len(examples), plain, calibrated, majority)
 
 
-def _gain(before: float, after: float, interval: Sequence[float], rights: Sequence[Sequence[bool]]) -> Gain:
+def _gain(
+    before: float,
+    after: float,
+    interval: Sequence[float],
+    rights: Sequence[Sequence[bool]],
+    metric: str = "accuracy",
+) -> Gain:
     """Chance is judged by the changed answers or, where those before or after are not known, by the figure's 95% interval."""
     if len(rights) == 2:
         return Gain(before, after, is_certain(*count_changes(*rights)))
-    return Gain(before, after, 2 * abs(after - before) > interval[1] - interval[0])
+    return Gain(before, after, 2 * abs(after - before) > interval[1] - interval[0], metric)
 
 
 def count_changes(before: Sequence[bool], after: Sequence[bool]) -> tuple[int, int]:

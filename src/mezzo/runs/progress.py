@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mezzo.evaluation.figures import format_figure
+
 # Steps whose mean is the loss of spsa.
 RECENT_STEPS = 50
 # Pace and time left follow from so many marks, which are at least so many seconds apart.
@@ -119,7 +121,7 @@ class RunProgress:
 
     @property
     def dev_figure(self) -> str:
-        return f"dev {self.dev['value']:.1%}" if self.dev else ""
+        return f"dev {format_figure(self.dev['value'], str(self.dev['metric']))}" if self.dev else ""
 
     @property
     def time_left(self) -> str:
@@ -132,7 +134,7 @@ class RunProgress:
 
     @property
     def zero_slope_share(self) -> str:
-        known = self.method == "spsa" and self.seen_steps
+        known = self.method in ("spsa", "es") and self.seen_steps
         return f"zero slopes {self.zero_slopes / self.seen_steps:.0%}" if known else ""
 
     @property

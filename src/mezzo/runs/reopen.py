@@ -53,8 +53,9 @@ def _read_any(path: Path) -> Content:
     return import_compact(path) if compact else read(path)
 
 
-def open_base_engine(content: Content, **changes: Any) -> tuple[Engine, Setup]:
-    """The engine a journal starts from: its base model with the trained tensors untouched."""
+def open_base_engine(content: Content, function: Any = None, **changes: Any) -> tuple[Engine, Setup]:
+    """The engine a journal starts from: its base model with the trained tensors untouched. `function` is the user's own
+    objective, named again: a journal may be anybody's."""
     given = {key: value for key, value in changes.items() if value is not None}
     refused = sorted(set(given) - {*option_names(reopen="machine"), *option_names(reopen="question")})
     if refused:
@@ -71,7 +72,7 @@ def open_base_engine(content: Content, **changes: Any) -> tuple[Engine, Setup]:
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise JournalError(f"{content.path}: the header lacks what a rebuild needs: {error}") from None
     changed = any(name in given for name in ("task", "template", "words"))
-    setup = resolve_setup(config, find_task(config, header.family) if changed else task)
+    setup = resolve_setup(config, find_task(config, header.family) if changed else task, function)
     # The header, not the task that is asked about, says which head was trained.
     spec = dataclasses.replace(setup.engine_spec, family=header.family, classes=header.classes)
     engine = open_engine(setup.config.engine, spec)
@@ -97,10 +98,10 @@ def _without_contacts(values: dict[str, Any], given: dict[str, Any]) -> dict[str
     return {option.name: option.default for option in unnamed}
 
 
-def open_run(path: str | Path, at: int | None = None, **changes: Any) -> tuple[Engine, Setup]:
+def open_run(path: str | Path, at: int | None = None, function: Any = None, **changes: Any) -> tuple[Engine, Setup]:
     """A run's engine at a journal position: the best checkpoint unless `at` says otherwise."""
     content = open_journal(path)
-    engine, setup = open_base_engine(content, **changes)
+    engine, setup = open_base_engine(content, function, **changes)
     snapshots = Folder(content.path.parent).snapshots if content.path.name == JOURNAL else None
     bring_to(engine, content, best_step(content) if at is None else at, snapshots)
     return engine, setup

@@ -12,6 +12,7 @@ from typing import Any
 from mezzo.drawing import Chart, Series, render_svg
 from mezzo.drawing.figure import make_figure
 from mezzo.errors import ConfigError
+from mezzo.evaluation.figures import format_figure, is_reward_metric
 from mezzo.journal.content import NAME as JOURNAL
 from mezzo.runs.folder import Folder
 
@@ -80,13 +81,14 @@ class Run:
         if self.value is not None:
             low, high = self.interval or (self.value, self.value)
             at = "" if self.best_step == self.steps else f", at step {self.best_step}"
-            figure = f"{self.value:.1%}  95% [{low:.1%}, {high:.1%}], n={self.n_test}{at}"
+            shown, low_shown, high_shown = (format_figure(each, self.metric) for each in (self.value, low, high))
+            figure = f"{shown}  95% [{low_shown}, {high_shown}], n={self.n_test}{at}"
             baselines = (
                 ("zero-shot", self.zero_shot),
                 ("calibrated zero-shot", self.zero_shot_calibrated),
                 ("majority class", self.majority),
             )
-            rows += [(name, f"{value:.1%}") for name, value in baselines if value is not None]
+            rows += [(name, format_figure(value, self.metric)) for name, value in baselines if value is not None]
             rows.append((f"{self.tested_on} {self.metric}", figure))
             rows += [] if self.calibrated is None else [("the same, calibrated", f"{self.calibrated:.1%}")]
         if self.moves is None:
@@ -154,7 +156,7 @@ def dev_chart(curve: Any, metric: str) -> Chart | None:
         return None
     x, y = ([point[key] for point in curve] for key in ("example_forwards", "value"))
     line = Series("dev", x, y, markers=True)
-    return Chart("dev", f"dev {metric}", (line,), x_label="example-forwards", percent=True)
+    return Chart("dev", f"dev {metric}", (line,), x_label="example-forwards", percent=not is_reward_metric(metric))
 
 
 def html_table(rows: list[tuple[str, str]]) -> str:

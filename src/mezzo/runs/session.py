@@ -33,7 +33,7 @@ from mezzo.types import StepRecord
 # After this many steps, an expected movement of the weights below this share of their size is warned about.
 SLOW_CHECK_STEP, SLOW_SHARE = 50, 1e-3
 # By method, what to lower against losses that are not finite.
-SMALLER = {"solve": "--eps", "spsa": "--lr or --eps", "adam": "--lr"}
+SMALLER = {"solve": "--eps", "spsa": "--lr or --eps", "es": "--lr or --eps", "adam": "--lr"}
 MIB = 2**20
 
 
@@ -197,7 +197,7 @@ class Session:
         run = Run(
             out=str(self.folder.path),
             steps=steps,
-            metric=task.metric,
+            metric=after.metric if after else task.metric,
             value=after.value if after else None,
             calibrated=after.calibrated if after else None,
             accuracy=after.accuracy if after else None,

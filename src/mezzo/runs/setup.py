@@ -14,17 +14,27 @@ from mezzo.engines import ENGINES, open_engine
 from mezzo.engines.base import Engine, EngineSpec
 from mezzo.engines.hf_hub import family_of, load_config, load_tokenizer, longest_input
 from mezzo.errors import ConfigError, ModelError
-from mezzo.evaluation.evaluate import DetailedEvaluation, Evaluation, evaluate, evaluate_linear_probe, evaluate_texts
-from mezzo.evaluation.rewards import LINE_END, TEXT_METRICS, Reward, RewardObjective, is_text_reward
+from mezzo.evaluation.evaluate import (
+    DetailedEvaluation,
+    Evaluation,
+    evaluate,
+    evaluate_linear_probe,
+    evaluate_rewards,
+    evaluate_texts,
+)
+from mezzo.evaluation.figures import REWARD
+from mezzo.evaluation.held_out import held_out_batch
+from mezzo.evaluation.reward_workers import RewardWorkers
+from mezzo.evaluation.rewards import LINE_END, REWARDS, Reward, RewardObjective, is_reward
 from mezzo.method import noise
-from mezzo.method.objectives import METRICS, OBJECTIVES, Objective, ObjectiveFunction, get_objective, import_function
+from mezzo.method.objectives import METRICS, OBJECTIVES, Objective, get_objective, import_function
 from mezzo.method.space import ADAPTERS, Space
 from mezzo.runs.budget import parse_budget
 from mezzo.runs.datasets import Splits, find_task, load_splits, splits_beside_train, with_model_task
 from mezzo.runs.defaults import apply_defaults
 from mezzo.tasks import Encoder, Task
 from mezzo.tasks.tokenizer import TokenizerWrapper
-from mezzo.types import Example, Family, Generation, Prompt, Readout
+from mezzo.types import Batch, Example, Family, Generation, Prompt, Readout
 
 # Examples in one forward where no batch size says it.
 ROWS = 128
@@ -46,12 +56,14 @@ class Setup:
     """Tokens of a prompt at most; None: the task's own limit."""
     vocabulary: int | None = None
     """Rows of the model's embedding."""
+    function: Any = None
+    """The user's own objective; only what the user has named is imported."""
 
     # ---- data
 
     @cached_property
     def splits(self) -> Splits:
-        return load_splits(self.config, self.task)
+        return load_splits(self.config, self.task, unlabelled=self.reward is not None)
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -135,7 +147,7 @@ class Setup:
             space=make_space(config, fresh_head=self.readout.classes > 0),
             rows=config.micro_batch or config.batch_size or ROWS,
             fewer_rows=config.micro_batch is None,
-            many_probes=config.method == "solve",
+            many_probes=config.method in ("solve", "es"),
             classes=self.readout.classes,
             noise_kind=noise.get_noise(config.noise).kind,
             seed=config.seed,
@@ -157,15 +169,38 @@ class Setup:
         """The run's engine in this process, its trained tensors at the base."""
         return open_engine(self.config.engine, self.engine_spec)
 
-    def objective(self, function: ObjectiveFunction | Reward | None = None) -> Objective:
+    @property
+    def objective(self) -> Objective:
         """The configured objective, or the user's own function."""
-        name = self.config.objective
-        chosen: Any = function or (name if name in OBJECTIVES else import_function(name))
-        if self.task.kind == "generation" and chosen in TEXT_METRICS:
-            chosen = TEXT_METRICS[chosen]
-        elif not is_text_reward(chosen):
-            return get_objective(chosen)
-        return RewardObjective(chosen, self.decode, self.generation, self.stop)
+        return self.reward or get_objective(self.function or self.config.objective)
+
+    @cached_property
+    def reward(self) -> RewardObjective | None:
+        """The objective where it rewards generated text: dev and test are then judged by it."""
+        function, config = find_reward(self.config.objective, self.task, self.function), self.config
+        if function is None:
+            return None
+        own = function is self.function
+        count = config.reward_workers or min(8, os.cpu_count() or 1)
+        return RewardObjective(
+            function,
+            self.decode,
+            self.generation,
+            self.stop,
+            workers=RewardWorkers(function, count, config.reward_seconds, config.reward_mb) if own else None,
+            failed=config.failed_reward,
+            name=REWARD if own else f"{next(name for name, each in REWARDS.items() if each is function)} {REWARD}",
+        )
+
+    @cached_property
+    def held_out(self) -> Batch:
+        """A text that is not trained on, whose perplexity shows what a model forgets."""
+        return held_out_batch(self.tokenizer, self.config.held_out, self.max_length or self.task.max_length)
+
+    @property
+    def check_batch(self) -> Batch:
+        """What an engine checks itself with: prompts may have no answers to score."""
+        return self.held_out if self.reward else Batch(self.train_prompts, self.readout)
 
     @property
     def generation(self) -> Generation:
@@ -194,8 +229,10 @@ class Setup:
         return self.evaluate_in_detail(engine, examples).evaluation
 
     def evaluate_in_detail(self, engine: Engine, examples: Sequence[Example]) -> DetailedEvaluation:
-        """The task's own metric, of predictions or of generated answers, with the answers."""
+        """The reward, or the task's own metric, of predictions or of generated answers, with the answers."""
         prompts = self.encode(examples)
+        if self.reward:
+            return evaluate_rewards(engine, Batch(prompts, self.readout), self.reward, self.held_out)
         if self.task.kind == "generation":
             return evaluate_texts(engine, prompts, self.readout, self.decode, self.generation, self.stop)
         # Of a masked model's demonstrations; those of a causal one are the same for all prompts.
@@ -213,17 +250,22 @@ class Setup:
         return evaluate_linear_probe(engine, train, prompts, self.readout, len(self.task.labels), self.task.metric)
 
 
-def resolve_setup(config: RunConfig, task: Task | None = None) -> Setup:
+def resolve_setup(config: RunConfig, task: Task | None = None, function: Any = None) -> Setup:
     """Resolve a configuration; every mistake that can be found without weights is found here.
 
-    `task` replaces what the configuration names: that of a journal's header, or a proposed one.
+    `task` replaces what the configuration names: that of a journal's header, or a proposed one. `function` is the user's own
+    objective: what a configuration names is not imported here, since it may come with somebody else's run.
     """
     config = config if task else with_model_task(config)
     config = config.replace(**splits_beside_train(config))
     config = config.replace(**_absolute_paths(config))
     model_config = load_config(config.model, config.remote_code)
     family = family_of(model_config)
-    config = apply_defaults(config, family)
+    task = task or find_task(config, family)
+    rewards = find_reward(config.objective, task, function) is not None
+    if rewards and family != "causal":
+        raise ConfigError(f"a reward reads generated text, which {config.model} does not produce: use a causal model")
+    config = apply_defaults(config, family, rewards)
     parse_budget(config.budget)
     keeping = "--quantize" if config.quantize else "--offload" if config.offload else ""
     if keeping and config.space not in ADAPTERS:
@@ -236,21 +278,34 @@ def resolve_setup(config: RunConfig, task: Task | None = None) -> Setup:
         raise ConfigError(
             f"--prefix-tokens {config.prefix_tokens} is more than the {longest} tokens {config.model} can read"
         )
-    task = task or find_task(config, family)
-    if task.kind == "generation" and not ENGINES[config.engine].generates:
+    if (rewards or task.kind == "generation") and not ENGINES[config.engine].generates:
         raise ConfigError(f"task {task.name!r} needs generated text, which the {config.engine} engine does not produce")
     refuse_label_metric(config.objective, task)
     tokenizer = load_tokenizer(config.model, config.remote_code)
     size = getattr(model_config, "vocab_size", None)
     vocabulary = size if isinstance(size, int) else None
-    setup = Setup(config, family, task, tokenizer, _max_length(config, task, longest, tokenizer), vocabulary)
+    setup = Setup(config, family, task, tokenizer, _max_length(config, task, longest, tokenizer), vocabulary, function)
     if setup.readout.vocabulary and setup.readout.kind == "head":
         raise ConfigError(f"{config.objective} reads words of the vocabulary, and --readout head has none")
     setup.refuse_unknown_tokens((*setup.readout.words, setup.pad_id))
     return setup
 
 
-def refuse_label_metric(objective: str, task: Task, of_texts: Collection[str] = tuple(TEXT_METRICS)) -> None:
+def find_function(objective: str) -> Any:
+    """The user's own function that `module:function` names; None for an objective that comes with this package."""
+    return import_function(objective) if ":" in objective else None
+
+
+def find_reward(objective: str, task: Task, function: Any = None) -> Reward | None:
+    """What rewards generated text: the user's own function, a reward by name, or else the task's own; None: no reward."""
+    if function is not None:
+        return function if is_reward(function) else None
+    if objective in REWARDS and (task.kind == "generation" or objective not in OBJECTIVES):
+        return REWARDS[objective]
+    return REWARDS[task.metric] if task.metric not in METRICS else None
+
+
+def refuse_label_metric(objective: str, task: Task, of_texts: Collection[str] = tuple(REWARDS)) -> None:
     """A metric of labels is a constant where answers are texts."""
     if task.kind == "generation" and objective in METRICS and objective not in of_texts:
         others = " or ".join(("cross_entropy", *of_texts))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mezzo.evaluation.evaluate import Z95
+from mezzo.evaluation.figures import format_figure
 from mezzo.runs.outcome import Gain, Gains
 
 Tone = Literal["good", "active", "neutral", "bad"]

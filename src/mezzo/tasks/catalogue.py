@@ -315,6 +315,22 @@ TASKS: dict[str, Fields] = {
             "answers": ["in burrows"],
         },
     },
+    "prompts": {
+        **_QUESTION,
+        "columns": ("prompt",),
+        "causal": "{prompt}",
+        "sample": {"prompt": "Once upon a time", "answers": ["there was a king"]},
+    },
+    "countdown": {
+        **_QUESTION,
+        "metric": "countdown",
+        "columns": ("numbers", "target"),
+        "causal": (
+            "Write an expression that equals {target}. Use each of the numbers {numbers} exactly once, with + - * / and "
+            "parentheses. Answer with the expression alone.\nExpression:"
+        ),
+        "sample": {"numbers": "3 7 5", "target": "26", "answers": ["3 * 7 + 5"]},
+    },
     "drop": {
         **_QUESTION,
         "columns": ("passage", "question"),

@@ -94,6 +94,7 @@ class Encoder:
             segments=tuple(prepared.segment for prepared, ids in zip(self._nodes, node_ids, strict=True) for _ in ids),
             answers=tuple(self.task.answers(example)) if self.task.kind == "generation" else (),
             right=self.task.right_choices(example),
+            row=example.fields,
         )
 
     def full_length(self, example: Example, demo_choice: int | tuple[int, int] | None = None) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mezzo.errors import DataError, nearest
-from mezzo.tasks import nested
+from mezzo.tasks import countdown, nested
 from mezzo.tasks.columns import flatten_row, match_columns, name_columns, required_columns
 from mezzo.tasks.labels import IdOrder, LabelReader, choice_label, is_missing
 from mezzo.tasks.readers import READERS, BadRows, RawTable, Row, Table, read_file, table_from_json
@@ -26,6 +26,8 @@ _SPLITS = (
 )
 # Of one text. Books have fewer, and no model reads so many.
 MAX_CHARACTERS = 1_000_000
+# Tasks whose data are made.
+GENERATED = {"countdown": countdown.make_rows}
 _K_SHOT = re.compile(r"\d+-\d+")
 
 
@@ -88,8 +90,10 @@ def load_rows(
     return found
 
 
-def bundled_data(task_name: str, split: str) -> Path | None:
-    """The file of a split that comes with the package, or None."""
+def bundled_data(task_name: str, split: str) -> Path | list[dict[str, str]] | None:
+    """The file of a split that comes with the package, rows that are made from a seed, or None."""
+    if task_name in GENERATED:
+        return GENERATED[task_name](split)
     path = Path(__file__).parents[1] / "bundled" / "data" / task_name / f"{split}.jsonl"
     return path if path.is_file() else None
 
@@ -233,6 +237,8 @@ def _examples(table: Table, options: _LoadOptions) -> Iterator[tuple[Row, Exampl
             value = row["label_text"]  # beside an id, whose meaning a copy of a data set may have changed
         try:
             fields = {column: _field(row[columns[column]], column, task) for column in required_columns(task)}
+            if task.kind == "generation":  # a reward may ask for anything that the row has
+                fields = {**raw, **fields}
             example = _example(fields, value, options)
         except DataError as error:
             bad.add(number, str(error))

@@ -15,7 +15,7 @@ from mezzo.tasks.template_ast import Nodes
 from mezzo.types import Example, Family
 
 Kind = Literal["classification", "choice", "generation"]
-Metric = Literal["accuracy", "f1", "matthews"]
+Metric = Literal["accuracy", "f1", "matthews", "countdown"]
 
 _CHOICES = {"family": get_args(Family), "kind": get_args(Kind), "metric": get_args(Metric)}
 

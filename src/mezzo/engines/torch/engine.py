@@ -236,7 +236,7 @@ class TorchEngine:
         out: Continuations = []
         for point in self.probe_points(probes):
             with self.population.at(point):
-                out += generate_texts(self, batch, generation)
+                out += generate_texts(self, batch, point.probes, generation)
         return out
 
     def state(self) -> dict[str, npt.NDArray[np.generic]]:

@@ -15,15 +15,18 @@ from mezzo.engines.base import Continuations
 from mezzo.engines.microbatch import group_by_length
 from mezzo.engines.torch.forward.inputs import pad
 from mezzo.method import noise
-from mezzo.types import Batch, Generation
+from mezzo.types import Batch, Generation, Probe
 
 if TYPE_CHECKING:
     from mezzo.engines.torch.engine import TorchEngine
 
 
-def generate_texts(engine: TorchEngine, batch: Batch, generation: Generation) -> Continuations:
-    """Continuations at the members of the current point."""
-    population, members = engine.population, engine.population.members
+def generate_texts(
+    engine: TorchEngine, batch: Batch, probes: Sequence[Probe], generation: Generation
+) -> Continuations:
+    """Continuations at the members of the current point, which are at these probes."""
+    population, members = engine.population, len(probes)
+    directions = [probe.terms[0][0] if probe.terms else 0 for probe in probes]
     texts: Continuations = [[[()] * generation.draws for _ in batch.prompts] for _ in range(members)]
     rows = [(index, draw) for index in range(len(batch)) for draw in range(generation.draws)]
     for places in group_by_length([batch.prompts[index].ids for index, _ in rows], engine.micro_batch.rows):
@@ -34,9 +37,15 @@ def generate_texts(engine: TorchEngine, batch: Batch, generation: Generation) ->
         mask = pad([(1,) * len(row) for row in reversed_ids], None, 0).flip(1)
         chosen = LogitsProcessorList()
         if generation.temperature:
-            numbers = [_uniforms(generation, prompt, draw) for prompt, (_, draw) in zip(prompts, group, strict=True)]
-            uniforms = torch.tensor(np.stack(numbers)).repeat(members, 1).to(engine.device)
-            chosen.append(Sampler(generation, uniforms, ids.shape[1]))
+            numbers = {
+                direction: [
+                    _uniforms(generation, direction, prompt, draw)
+                    for prompt, (_, draw) in zip(prompts, group, strict=True)
+                ]
+                for direction in set(directions)
+            }
+            uniforms = torch.tensor(np.stack([row for direction in directions for row in numbers[direction]]))
+            chosen.append(Sampler(generation, uniforms.to(engine.device), ids.shape[1]))
         with population.forward(len(places), ids.shape[1], own_tokens=True):
             generated = engine.model.generate(  # type: ignore[operator]
                 input_ids=ids.repeat(members, 1).to(engine.device),
@@ -71,8 +80,9 @@ class Sampler(LogitsProcessor):  # type: ignore[misc]
         return torch.full_like(scores, -torch.inf).scatter_(1, order.gather(1, rank), 0.0)
 
 
-def _uniforms(generation: Generation, prompt: Sequence[int], draw: int) -> np.ndarray:
-    """Numbers in [0, 1), one per token, by (seed, prompt, draw)."""
+def _uniforms(generation: Generation, direction: int, prompt: Sequence[int], draw: int) -> np.ndarray:
+    """Numbers in [0, 1), one per token, by (seed, direction, prompt, draw); the seed of a direction follows from its step."""
     name = hashlib.sha256(repr(tuple(prompt)).encode()).hexdigest()
-    words = noise.words(generation.seed, f"generate/{name}/{draw}", 0, generation.max_new_tokens)
+    seed = noise.step_seed(generation.seed, direction, 0)
+    words = noise.words(seed, f"generate/{name}/{draw}", 0, generation.max_new_tokens)
     return (words >> np.uint64(40)).astype(np.float32) / np.float32(2**24)
