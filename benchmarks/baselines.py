@@ -113,4 +113,4 @@ def make_baseline(name: str, setup: Setup, lr: float, batch_size: int, budget: i
     batches = make_batches(setup.train_prompts, setup.readout, config.seed, batch_size)
     steps = max(1, budget // (len(estimator.ask(0)) * len(batches(0))))
     rate = schedule(shape or "constant", lr, steps)
-    return EstimatorMethod(setup.objective(), estimator, BASELINES[base].optimizer(rate), batches)
+    return EstimatorMethod(setup.objective, estimator, BASELINES[base].optimizer(rate), batches)

@@ -112,7 +112,7 @@ def run_method(job: Job) -> list[Figures]:
     if baseline:
         method: Method = make_baseline(key["method"], setup, key["lr"], key["batch"], key["budget"])
     else:
-        method = make_method(setup, setup.objective())
+        method = make_method(setup, setup.objective)
     test, dev = (Batch(encode_part(json.dumps(options), part), setup.readout) for part in ("test", "dev"))
     engine = setup.open_engine()
     try:

@@ -167,10 +167,10 @@ def prepared_config(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The resolved configuration by group, as `mezzo train` would run it."""
     values = with_task(values)
     config = resolve(values | datasets.splits_with_train(values.get("train"), resolve(values)))
-    config = resolve_setup(config, function=find_function(config.objective)).config.to_dict()
+    resolved = resolve_setup(config, function=find_function(config.objective)).config.to_dict()
     grouped: dict[str, dict[str, Any]] = {}
     for name, option in OPTIONS.items():
-        grouped.setdefault(option.group, {})[name] = config[name]
+        grouped.setdefault(option.group, {})[name] = resolved[name]
     return grouped
 
 

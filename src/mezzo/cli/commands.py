@@ -25,9 +25,9 @@ from mezzo.cli.summary import show_summary
 from mezzo.config import OPTIONS, from_file
 from mezzo.drawing.text import shows_unicode
 from mezzo.errors import ConfigError, join_names
+from mezzo.evaluation.figures import describe_loss
 from mezzo.journal.atomic_files import write_atomically
 from mezzo.parallel.transports import torchrun
-from mezzo.evaluation.figures import describe_loss
 from mezzo.runs.datasets import DEFAULT_TASK
 from mezzo.runs.defaults import choose_method
 from mezzo.runs.folder import Folder

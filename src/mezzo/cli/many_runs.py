@@ -14,9 +14,9 @@ from mezzo import reports
 from mezzo.cli.parser import given_options
 from mezzo.cli.progress import say, show_progress, show_result
 from mezzo.errors import ConfigError, MezzoError
+from mezzo.evaluation.figures import format_figure
 from mezzo.many_runs import open_sweep
 from mezzo.parallel.transports import torchrun
-from mezzo.evaluation.figures import format_figure
 from mezzo.runs.sweep import describe_point, holds_sweep
 
 RUNS = "runs"

@@ -184,7 +184,8 @@ class RunConfig:
     lr: float | None = option("method", None, "learning rate [by model and space]",
         at_least=0, per_model=True, of_method=("spsa", "es", "adam"), aliases=("learning_rate",))
     schedule: str | None = option("method", None, "learning rate over time: constant, linear, cosine [constant]",
-        choices="mezzo.method.optimizers:SHAPES", per_model=True, of_method=("spsa", "es", "adam"), aliases=("lr_scheduler_type",))
+        choices="mezzo.method.optimizers:SHAPES", per_model=True, of_method=("spsa", "es", "adam"),
+        aliases=("lr_scheduler_type",))
     warmup: int = option("method", 0, "steps of linear warm-up",
         at_least=0, of_method=("spsa", "es", "adam"), aliases=("warmup_steps",))
     eps: float | None = option("method", None, "size of the perturbation [by model and space]",

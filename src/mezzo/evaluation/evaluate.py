@@ -41,8 +41,7 @@ class Evaluation:
         return {name: getattr(self, name) for name in self.__slots__} | {"interval": list(self.interval)}
 
     def __str__(self) -> str:
-        low, high = self.interval
-        value, low, high = (format_figure(figure, self.metric) for figure in (self.value, low, high))
+        value, low, high = (format_figure(figure, self.metric) for figure in (self.value, *self.interval))
         return f"{self.metric} {value} [{low}, {high}] on {self.n} examples"
 
     def __repr__(self) -> str:

@@ -64,7 +64,9 @@ class RewardWorkers:
                 return connection.recv()  # type: ignore[no-any-return]
             except (EOFError, OSError):  # it was killed; nothing is lost but time
                 self.close()
-        raise RunFailed("the processes of the reward function are killed whenever they start: is the machine out of memory?")
+        raise RunFailed(
+            "the processes of the reward function are killed whenever they start: is the machine out of memory?"
+        )
 
     def start(self) -> tuple[int, Connection]:
         """Fork the supervisor unless it runs: best before the process has threads and a GPU."""
@@ -168,7 +170,6 @@ def _run_calls(calls: Sequence[Call], workers: list[_Worker], limits: RewardWork
             worker.end()
             workers.remove(worker)
     return [found[place] for place in range(len(calls))]
-
 
 
 # ---- in a worker

@@ -121,7 +121,7 @@ class RewardObjective:
         ]
         return [value for outcome in self._call(calls) for value in self._read(outcome, 1)]
 
-    def _call(self, calls: list[Call]) -> list[Outcome]:
+    def _call(self, calls: Sequence[Call]) -> list[Outcome]:
         return self.workers(calls) if self.workers else [call_function(self.reward, call) for call in calls]
 
     def _read(self, outcome: Outcome, count: int) -> list[float]:

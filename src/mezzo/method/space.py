@@ -61,7 +61,9 @@ class Space:
         if self.decay not in DECAYS:
             raise SpaceError(f"decay is 'all', 'matrices' (skips biases and norms) or 'base', not {self.decay!r}")
         if self.decay == "base" and self.kind != "lora":
-            raise SpaceError(f"--decay base goes with --space lora, whose B factors are zero at the base; not {self.kind!r}")
+            raise SpaceError(
+                f"--decay base goes with --space lora, whose B factors are zero at the base; not {self.kind!r}"
+            )
 
     @property
     def adapter(self) -> bool:

@@ -107,7 +107,8 @@ def _metric(run: RunData) -> Iterator[Chart]:
             baselines.append(Baseline(f"calibrated zero-shot ({metrics.tested_on})", zero_shot.calibrated, 3))
     if metrics.majority is not None:
         baselines.append(Baseline(f"majority class ({metrics.tested_on})", metrics.majority, 7))
-    chart = Chart("metric", run.metric, tuple(series), tuple(baselines), best=_best(run), percent=not is_reward_metric(run.metric))
+    percent = not is_reward_metric(run.metric)
+    chart = Chart("metric", run.metric, tuple(series), tuple(baselines), best=_best(run), percent=percent)
     yield _over(run, chart)
 
 

@@ -59,11 +59,12 @@ class LiveTable:
     def _html(self, finished: bool) -> str:
         progress = self._progress
         best = max((event["value"] for event in self._events), default=None)
+        best_figure = "" if best is None else f" (best {format_figure(best, self._events[-1]['metric'])})"
         rows = [
             ("progress", f"{progress.place} ({progress.share:.0%})"),
             *self._rows,
             ("loss", progress.loss.removeprefix("loss ")),
-            ("dev", progress.dev_figure.removeprefix("dev ") + (f" (best {format_figure(best, self._events[-1]['metric'])})" if best is not None else "")),
+            ("dev", progress.dev_figure.removeprefix("dev ") + best_figure),
             ("pace", progress.pace),
             ("time left", "" if finished else progress.time_left.removesuffix(" left")),
         ]

@@ -135,7 +135,13 @@ def _calibrated_row(name: str, evaluation: RecordedEvaluation) -> list[str]:
 
 def _evaluation_row(name: str, evaluation: RecordedEvaluation, bold: bool = False) -> str:
     loss = f"{evaluation.loss:.3f}" if math.isfinite(evaluation.loss) else "–"
-    figures = (f"{evaluation.step:,}", format_figure(evaluation.value, evaluation.metric), html.interval(evaluation), loss, f"{evaluation.n:,}")
+    figures = (
+        f"{evaluation.step:,}",
+        format_figure(evaluation.value, evaluation.metric),
+        html.interval(evaluation),
+        loss,
+        f"{evaluation.n:,}",
+    )
     return f'<tr class="{"chosen" if bold else ""}"><td>{escape(name)}</td>{html.number_cells(figures)}</tr>'
 
 

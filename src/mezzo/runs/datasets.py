@@ -105,9 +105,7 @@ def load_splits(config: RunConfig, task: Task, unlabelled: bool = False) -> Spli
     if sources["train"] is None:
         raise ConfigError(f"task {task.name!r} has no bundled data: pass --train FILE (and --test FILE)")
     named = {name: source for name, source in sources.items() if source}
-    read = {
-        name: load_labelled(source, task, name, config, given[name], unlabelled) for name, source in named.items()
-    }
+    read = {name: load_labelled(source, task, name, config, given[name], unlabelled) for name, source in named.items()}
     examples = {name: found for name, (found, _) in read.items()}
     train = examples["train"]
     if not unlabelled:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from mezzo.method.objectives import OBJECTIVES
 
-Kind = Literal["diverging", "no signal", "overfitting"]
+Kind = Literal["diverging", "no signal", "overfitting", "forgetting"]
 # Steps whose median counts as the present loss when divergence is checked.
 RECENT = 10
 # Steps whose mean counts as the training loss around a step, for comparison with dev: solve has few and large steps.
@@ -21,6 +21,8 @@ AGAINST_DIVERGENCE = {
     "es": "an --lr three to ten times smaller, or a --weight-decay; the best checkpoint so far is kept",
     "spsa": "an --lr three to ten times smaller, or bound single steps with --clip; the best checkpoint so far is kept",
 }
+# Rise of the loss of a held-out text from which on a model forgets: its perplexity is then half as large again.
+FORGETTING = 0.4
 # Consecutive steps without any slope after which there is no signal.
 ZERO_SLOPES = 20
 
@@ -72,7 +74,9 @@ class Health:
 
     def _check_evaluation(self, step: int, loss: float, value: float) -> Iterator[Finding | None]:
         self._evaluations.append((step, loss, value))
-        if len(self._evaluations) > 1 and math.isfinite(loss):
+        if self.method == "es":  # the loss is that of a held-out text
+            yield self._forgetting(step, loss)
+        elif len(self._evaluations) > 1 and math.isfinite(loss):
             yield self._rising_dev_loss(step, loss)
             yield self._overfitting(step, loss, value)
 
@@ -114,6 +118,18 @@ class Health:
             f"overfitting: the training loss keeps falling ({_mean(then):.3g} to {_mean(now):.3g}) while the dev loss has "
             f"risen from {low:.3g} at step {best} to {loss:.3g}. The best checkpoint is kept and tested; more data, "
             f"{'a smaller --budget' if self.method == 'solve' else 'fewer steps'} or --patience help",
+        )
+
+    def _forgetting(self, step: int, loss: float) -> Finding | None:
+        first = self._evaluations[0][1]
+        if not loss > first + FORGETTING:
+            return None
+        before, now = (math.exp(min(each, 700)) for each in (first, loss))
+        return Finding(
+            "forgetting",
+            step,
+            f"the model forgets: the perplexity of the held-out text was {before:.4g} and is {now:.4g} now. A smaller --lr, or "
+            "--weight-decay, which pulls towards the base model, helps",
         )
 
     def _diverging(self, step: int, what: str, first: float, now: float) -> Finding:

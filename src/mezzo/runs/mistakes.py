@@ -45,7 +45,9 @@ def list_mistakes(examples: Sequence[Example], detail: DetailedEvaluation, task:
 
 
 def text_fields(example: Example, task: Task) -> dict[str, Any]:
-    shown = task.columns if task.kind == "generation" else [name for name in example.fields if name != task.label_column]
+    shown = (
+        task.columns if task.kind == "generation" else [name for name in example.fields if name != task.label_column]
+    )
     return {"fields": {name: _shorten(example.fields[name]) for name in shown}}
 
 

@@ -117,7 +117,18 @@ class RunProgress:
         if before is not None and gain is not None:
             moved = "ridge" in self.last_step  # without a move it is infinite, and left out
             return f"loss {before:.4f} → {before - gain:.4f}" if moved else f"loss {before:.4f}, no move helped"
+        if "reward" in self.last_step:
+            return self._reward
         return f"loss {sum(self._losses) / len(self._losses):.4f}" if self._losses else ""
+
+    @property
+    def _reward(self) -> str:
+        """Of es: the last step's mean reward, the size of its slopes with their standard error, and the failed calls."""
+        reward, slope, error, failed = (
+            self.last_step.get(name) for name in ("reward", "slope", "slope_error", "failed")
+        )
+        parts = [f"reward {reward:.4g}", f"slopes {slope:.2g}" + (f" ± {error:.2g}" if error is not None else "")]
+        return "  ".join(parts + ([f"failed {failed:.0f}"] if failed else []))
 
     @property
     def dev_figure(self) -> str:
@@ -161,7 +172,11 @@ def replay_progress(events: Iterable[Mapping[str, Any]], since_last: float = 0.0
             if event == "start":
                 now, progress = 0.0, RunProgress(clock)
             now = now if event == "result" else max(now, float(values.get("seconds", now)))
-            figures = {name: float(values[name]) for name in ("before", "gain", "ridge") if name in values}
+            figures = {
+                name: float(values[name])
+                for name in ("before", "gain", "ridge", "reward", "slope", "slope_error", "failed")
+                if name in values
+            }
             progress(str(event), {**values, **figures})
         except (KeyError, TypeError, ValueError, OverflowError):  # a line that was edited by hand, or a stranger's
             continue

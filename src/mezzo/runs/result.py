@@ -41,6 +41,8 @@ class Run:
     columns: tuple[str, ...] = ()
     zero_slope_share: float = 0.0
     skipped_steps: int = 0
+    failed_rewards: int = 0
+    """Texts of training whose reward could not be computed."""
     digest: str = ""
     seconds: float = 0.0
     example_forwards: int = 0
@@ -97,6 +99,8 @@ class Run:
             rows.append(("moves", f"{self.moves} of {self.steps} steps found one that helped"))
         if self.skipped_steps:
             rows.append(("skipped steps", str(self.skipped_steps)))
+        if self.failed_rewards:
+            rows.append(("failed rewards", f"{self.failed_rewards:,} of {self.example_forwards:,} texts"))
         rows.append(("time", f"{self.seconds:.0f} s, {self.example_forwards:,} example-forwards"))
         if self.workers:
             rows.append(("workers", _workers_row(self.workers)))

@@ -52,6 +52,8 @@ class Session:
     untrained: Assessment | None = None
     """The model on the test examples as it came."""
     _slopes: list[float] = field(default_factory=list)
+    _failures: set[str] = field(default_factory=set)
+    """The kinds of failed rewards that have been said."""
 
     def __repr__(self) -> str:
         config, step = self.setup.config, self.trainer.step
@@ -69,6 +71,7 @@ class Session:
             found = {**self.untrained.evaluation.to_dict(), **self.untrained.answers.to_event()}
             self.journal.note("zero-shot", {"step": 0, **found})
             self.events("zero-shot", {"step": 0, **found})
+            self._warn_about_failed_rewards()
 
     def note_command(self, words: list[str]) -> None:
         """Store the command line, for the report."""
@@ -143,6 +146,7 @@ class Session:
                 stats = self.engine.step_stats() if isinstance(self.engine, Workers) else {}
                 self.events("step", _step_metrics(record) | {"spent": self.trainer.spent} | stats)
                 self._warn_if_too_slow(record)
+                self._warn_about_failed_rewards()
                 yield record
         except BaseException as error:
             if isinstance(error, MezzoError):
@@ -188,11 +192,12 @@ class Session:
         before, after = (each.evaluation if each else None for each in (self.untrained, trained))
         gains = measure_gains(self.untrained, trained, test, task)
         content = read(self.folder.path)
-        zero = moves = skipped = 0
+        zero = moves = skipped = failed = 0
         for record in content.records:
             zero += all(slope == 0 for slope in record.slopes)
             moves += not record.update.empty
             skipped += bool(record.skipped)
+            failed += int(record.notes.get("failed", 0))
         self._warn_about_skipped_steps(skipped)
         run = Run(
             out=str(self.folder.path),
@@ -212,6 +217,7 @@ class Session:
             columns=task.columns,
             zero_slope_share=zero / max(1, content.steps),
             skipped_steps=skipped,
+            failed_rewards=failed,
             digest=digest,
             seconds=round(self.earlier_seconds + time.monotonic() - self.events.start_time, 2),
             example_forwards=trainer.spent,
@@ -234,6 +240,17 @@ class Session:
         detail, assessment = self._test()
         self.folder.write_mistakes(step, list_mistakes(self.setup.splits.test, detail, self.setup.task))
         return assessment
+
+    def _warn_about_failed_rewards(self) -> None:
+        """Say once of each kind that calls of the reward fail; the steps count them."""
+        if (reward := self.setup.reward) is not None:
+            for kind in sorted(reward.messages.keys() - self._failures):
+                self._failures.add(kind)
+                self.events.warn(
+                    self.trainer.step,
+                    f"a call of the reward failed ({kind}): {reward.messages[kind]}. Its text has the reward "
+                    f"{reward.failed:g} (--failed-reward), and the run goes on",
+                )
 
     def _warn_about_skipped_steps(self, skipped: int) -> None:
         if skipped:

@@ -325,7 +325,7 @@ def make_space(config: RunConfig, fresh_head: bool = False) -> Space:
         only=config.only,
         layers=config.layers,
         noise_rank=config.noise_rank if noise.get_noise(config.noise).low_rank else 0,
-        decay=config.decay,
+        decay=config.decay or "all",
     )
 
 

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from mezzo.engines.torch.engine import TorchEngine
 
 
-def generate_texts(
-    engine: TorchEngine, batch: Batch, probes: Sequence[Probe], generation: Generation
-) -> Continuations:
+def generate_texts(engine: TorchEngine, batch: Batch, probes: Sequence[Probe], generation: Generation) -> Continuations:
     """Continuations at the members of the current point, which are at these probes."""
     population, members = engine.population, len(probes)
     directions = [probe.terms[0][0] if probe.terms else 0 for probe in probes]
