@@ -148,9 +148,8 @@ def test_rows_with_several_right_answers_keep_them(tmp_path, monkeypatch):
 
 
 def test_text_reward_function_is_an_objective(write_rows, tmp_path):
-    @mezzo.text_reward
-    def brevity(text, prompt):
-        return -len(text)
+    def brevity(completion):
+        return -len(completion)
 
     data = write_rows("train.jsonl", SQUAD)
     run = mezzo.finetune(

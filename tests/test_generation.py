@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections import Counter
 
@@ -18,7 +19,7 @@ from mezzo.errors import ConfigError, TaskError
 from mezzo.evaluation.rewards import RewardObjective, read_texts
 from mezzo.method.space import Space
 from mezzo.tasks import Encoder, get_task
-from mezzo.types import Batch, Example, Generation, MicroBatch, Probe
+from mezzo.types import Batch, Example, Generation, MicroBatch, Probe, Prompt
 from tests.conftest import make_batch, make_llama
 
 LLAMA = "mezzo/llama-mini"
@@ -38,8 +39,10 @@ def test_draws_depend_on_seed_prompt_and_number_alone():
     assert len({tuple(map(tuple, texts)) for texts in found}) == 4 and all(len(set(texts)) == 3 for texts in found)
     (again,) = engine_of(rows=2).generate(Batch(batch.prompts[::-1], batch.readout), [Probe()], drawn)
     assert again[::-1] == found, "other batches, other micro-batches: the same texts"
-    pair = engine_of().generate(batch, [Probe(((3, 1e-7),)), Probe(((3, -1e-7),))], drawn)
-    assert pair[0] == pair[1] == found, "both probes of a pair draw by the same numbers"
+    probes = [Probe(((seed, sign * 1e-7),)) for seed in (3, 4) for sign in (1, -1)]
+    up, down, *others = engine_of().generate(batch, probes, drawn)
+    assert up == down and others[0] == others[1], "both probes of a pair draw by the same numbers"
+    assert len({repr(each) for each in (found, up, others[0])}) == 3, "and every direction by its own"
     (other,) = engine_of().generate(batch, [Probe()], Generation(6, temperature=1.0, draws=3, seed=6))
     assert other != found
     (cold,) = engine_of().generate(batch, [Probe()], Generation(6, temperature=1e-4))
@@ -70,12 +73,9 @@ def test_stop_texts_end_an_answer_and_rewards_are_averaged_over_draws():
     assert read_texts(ids, decode) == [[["one", "two ## three"]]]
     assert read_texts(ids, decode, ("##",)) == [[["one\n two", "two"]]]
     assert read_texts(ids, decode, ()) == [[["one\n two", "two ## three"]]]
-    objective = RewardObjective(lambda text, _: float(len(text)), decode, Generation(3, 1.0, draws=2), ("##",))
-    assert objective.losses(ids, make_batch(1))[0] == -(len("one\n two") + len("two")) / 2
-    seeds = {
-        objective.question(make_batch(1), (Probe(((s, 1.0),)), Probe(((s, -1.0),)))).generation.seed for s in (1, 2)
-    }
-    assert len(seeds) == 2, "every step draws anew"
+    objective = RewardObjective(lambda completion: len(completion), decode, Generation(3, 1.0, draws=2), ("##",))
+    batch = dataclasses.replace(make_batch(1), prompts=(Prompt((2,)),))
+    assert objective.losses(ids, batch)[0] == -(len("one\n two") + len("two")) / 2
 
 
 def test_predict_and_evaluate_drawn_answers():

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from mezzo.errors import ConfigError
 from mezzo.evaluation.evaluate import bootstrap_interval, calibrated_predictions, evaluate_scores, wilson_interval
-from mezzo.evaluation.rewards import RewardObjective, exact_match, text_f1
-from mezzo.method.objectives import METRICS, OBJECTIVES, cross_entropy, get_objective, import_function
+from mezzo.evaluation.rewards import exact_match, text_f1
+from mezzo.method.objectives import METRICS, OBJECTIVES, cross_entropy, get_objective
 from mezzo.types import Batch, Prompt, Readout
 
 
@@ -119,18 +119,14 @@ def test_objectives_of_the_user_are_checked(tmp_path, monkeypatch):
     (tmp_path / "unfinished.py").write_text("x = 1\ndef f(s, b\n")
     with pytest.raises(ConfigError, match=r"cannot be imported: SyntaxError: .* \(unfinished.py, line 2\)$"):
         get_objective("unfinished:f")
-    (tmp_path / "rewards.py").write_text("def short(text, prompt):\n    return 1 / len(text)\n")
-    reward = RewardObjective(import_function("rewards:short"), lambda ids: "", 1)
-    with pytest.raises(ConfigError, match=r"^short failed: ZeroDivisionError: .* \(rewards.py, line 2\)$"):
-        reward.losses([[(1,)]], batch_of([0]))
     with pytest.raises(ConfigError, match="one loss per probe"):
         get_objective(lambda s, b: s).losses(scores, batch_of(labels))
 
 
 def test_text_rewards_compare_normalised_answers():
-    prompt = Prompt((1,), answers=("The Eiffel Tower", "Eiffel tower, Paris"))
-    assert text_f1("the eiffel tower!", prompt) == 1.0
-    assert text_f1("tower", prompt) == pytest.approx(2 / 3)
-    assert text_f1("", prompt) == 0.0
-    assert exact_match("Eiffel Tower.", prompt) == 1.0
-    assert text_f1("anything", Prompt((1,))) == 0.0
+    answers = ("The Eiffel Tower", "Eiffel tower, Paris")
+    assert text_f1("the eiffel tower!", answers) == 1.0
+    assert text_f1("tower", answers) == pytest.approx(2 / 3)
+    assert text_f1("", answers) == 0.0
+    assert exact_match("Eiffel Tower.", answers) == 1.0
+    assert text_f1("anything", ()) == 0.0

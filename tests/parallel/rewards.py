@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from mezzo.evaluation.rewards import text_reward
-from mezzo.types import Prompt
 
-
-@text_reward
-def short(text: str, prompt: Prompt) -> float:
-    return 1.0 / (1 + len(text))
+def short(completion: str) -> float:
+    return 1.0 / (1 + len(completion))

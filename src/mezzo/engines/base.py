@@ -42,6 +42,8 @@ class EngineSpec:
     """The engine may lower `rows` where short micro-batches, which pad less, are faster."""
     many_probes: bool = False
     """Questions have many probes: the engine may take more of them, and fewer rows, in one forward."""
+    generates: bool = False
+    """Texts are generated at the probes, token by token: more of them may share a forward."""
     classes: int = 0
     noise_kind: Kind = "rademacher"
     seed: int = 0

@@ -62,6 +62,7 @@ class DetailedEvaluation:
     right: tuple[bool, ...]
     scores: npt.NDArray[np.float64] | None = None
     texts: tuple[str, ...] | None = None
+    rewards: tuple[float, ...] | None = None
 
 
 def score_prompts(engine: Engine, prompts: Sequence[Prompt], readout: Readout) -> npt.NDArray[np.float64]:
@@ -146,7 +147,7 @@ def evaluate_rewards(engine: Engine, batch: Batch, objective: RewardObjective, h
     solved = float((rewards >= 1).mean())
     found = Evaluation(objective.name, float(values.mean()), mean_interval(values), solved, loss, len(values), None)
     right = tuple((rewards[:, 0] >= 1).tolist())
-    return DetailedEvaluation(found, right, texts=tuple(drawn[0] for drawn in texts[0]))
+    return DetailedEvaluation(found, right, None, tuple(drawn[0] for drawn in texts[0]), tuple(values.tolist()))
 
 
 def mean_interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:

@@ -19,9 +19,10 @@ from mezzo.untrusted import read_settings
 STEPS = 1000
 BUDGET = "250k"
 BATCH = {"masked": 64, "causal": 16}
-# Evolution strategies: the rate is a share of eps, since weights of directions have no scale of their own.
+# Evolution strategies. A text changes only where a token does, which takes a larger eps than a loss does; the rate follows it,
+# since the weights of directions have no scale of their own.
 ES = {"steps": 100, "schedule": "constant", "batch_size": 16, "samples": 16, "weight_decay": 0.0}
-ES_RATE = 1.0
+ES_EPS = 5
 
 # Middle of the published grids for RoBERTa-large (masked) and OPT (causal). A head is small and its loss smooth.
 PUBLISHED: dict[tuple[str, str], dict[str, float]] = {
@@ -101,8 +102,8 @@ def apply_defaults(config: RunConfig, family: str, rewards: bool = False) -> Run
     elif config.method == "solve":
         chosen |= {"eps": published["eps"], "budget": published.get("budget", BUDGET)}
     elif config.method == "es":
-        eps = config.eps or published["eps"]
-        chosen |= {**ES, "eps": eps, "lr": ES_RATE * eps}
+        eps = config.eps or ES_EPS * published["eps"]
+        chosen |= {**ES, "eps": eps, "lr": eps}
     else:
         chosen |= {"steps": STEPS, "schedule": "constant", "batch_size": BATCH[family], "samples": 1, **published}
         chosen.pop("budget", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ class Answers:
     right: tuple[bool, ...]
     calibrated: tuple[int, ...] | None = None
     calibrated_right: tuple[bool, ...] | None = None
+    rewards: tuple[float, ...] | None = None
 
     def to_event(self) -> dict[str, list[int]]:
         """What a run keeps of them, so that it can compare after it was resumed; nothing of generated texts."""
@@ -50,7 +51,7 @@ class Assessment:
 
 def collect_answers(detail: DetailedEvaluation, examples: Sequence[Example], task: Task) -> Answers:
     if detail.texts is not None:
-        return Answers(detail.texts, detail.right)
+        return Answers(detail.texts, detail.right, rewards=detail.rewards)
     assert detail.scores is not None
     labels = np.array([example.label for example in examples], dtype=np.int64)
     given = wrong_where_nan(detail.scores.argmax(axis=1), detail.scores, labels).tolist()
@@ -134,6 +135,9 @@ def measure_gains(
     # The answers decide about accuracy only: other metrics are no mean over them.
     known = [each.answers for each in (before, after) if each.answers and new.metric == "accuracy"]
     plain = _gain(old.value, new.value, new.interval, [answers.right for answers in known], new.metric)
+    rewards = [each.answers.rewards for each in (before, after) if each.answers and each.answers.rewards]
+    if len(rewards) == 2:
+        plain = replace(plain, certain=differs(*rewards))
     calibrated = None
     if old.calibrated is not None and new.calibrated is not None:
         rights = [answers.calibrated_right for answers in known if answers.calibrated_right]
@@ -166,6 +170,13 @@ def is_certain(corrected: int, broken: int) -> bool:
     if count > MANY_CHANGES:
         return (abs(corrected - broken) - 1) / math.sqrt(count) > Z95
     return 2 * sum(math.comb(count, number) for number in range(fewer + 1)) < 0.05 * 2**count
+
+
+def differs(before: Sequence[float], after: Sequence[float]) -> bool:
+    """Whether the mean change of the same examples' rewards lies outside the 95% interval of chance around zero."""
+    changes = np.array(after) - np.array(before)
+    error = float(changes.std(ddof=1)) / math.sqrt(len(changes)) if len(changes) > 1 else math.inf
+    return abs(float(changes.mean())) > Z95 * error
 
 
 def majority_figure(examples: Sequence[Example], task: Task) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mezzo.evaluation.evaluate import Z95
-from mezzo.evaluation.figures import format_figure
+from mezzo.evaluation.figures import format_figure, is_reward_metric
 from mezzo.runs.outcome import Gain, Gains
 
 Tone = Literal["good", "active", "neutral", "bad"]
@@ -107,6 +107,8 @@ def _advise(method: str) -> str:
 
 def _say_what_would_tell(n: int, gain: Gain) -> str:
     """How far apart two figures must be on so few examples."""
+    if is_reward_metric(gain.metric):
+        return "more test examples or other seeds would tell"
     half = 100 * Z95 * math.sqrt(gain.after * (1 - gain.after) / n) if n and 0 < gain.after < 1 else 0.0
     few = f"{n:,} examples leave about ±{half:.0f} points to chance, " if half >= 1 else ""
     return f"{few}more of them or other seeds would tell"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 from mezzo.engines.base import EngineSpec
@@ -49,7 +50,7 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
         base_digest=quantized.checkpoint_digest(locate(spec.model), spec.quantize) if spec.quantize else "",
     )
     if spec.many_probes and spec.fewer_rows:
-        engine.micro_batch = choose_for_probes(spec.rows, engine)
+        engine.micro_batch = choose_for_probes(spec.rows, engine, spec.generates)
     if engine.frozen_cache and engine.frozen_cache.all_frozen and not spec.classes and device.type == "cpu":
         if spec.fewer_rows:
             engine.micro_batch = MicroBatch(rows=HEAD_ROWS)
@@ -71,18 +72,20 @@ CPU_ROWS, CPU_WASTE = 16, 0.1
 # Rows of a forward on a GPU where members differ in small tensors only: enough to hide the time in which kernels are launched.
 # They are those of few examples, of similar length, at many probes.
 GPU_ROWS, GPU_MEMBERS = 32, 32
+# Members of a forward that generates on a CPU, a token at a time: half the time of pairs.
+GENERATING_MEMBERS = 16
 # An LM head behind cached layers reads one position of each example: many of them are little work, and threads that
 # wait for each other cost more than they gain (ten times more where another process uses one of the cores).
 HEAD_ROWS, HEAD_THREADS = 256, 1
 
 
-def choose_for_probes(rows: int, engine: TorchEngine) -> MicroBatch:
+def choose_for_probes(rows: int, engine: TorchEngine, generates: bool = False) -> MicroBatch:
     """For questions of many probes. Where large tensors are perturbed, that should be done for many rows at once."""
     if engine.population.large:
         return MicroBatch(rows=rows, pad_to=engine.micro_batch.pad_to, waste=engine.micro_batch.waste)
     if engine.device.type == "cuda":
         return MicroBatch(rows=min(rows, GPU_ROWS), members=GPU_MEMBERS, pad_to=8)
-    return engine.micro_batch
+    return replace(engine.micro_batch, members=GENERATING_MEMBERS) if generates else engine.micro_batch
 
 
 def choose_micro_batch(rows: int, fewer: bool, device: str) -> MicroBatch:

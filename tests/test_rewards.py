@@ -1,0 +1,198 @@
+"""Training on a reward of generated text: a habit is learned, everything follows the reward, and failures end no run."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import mezzo
+from mezzo import api
+from mezzo.cli.main import main
+from mezzo.errors import ConfigError, DataError, SpaceError
+
+LLAMA = "mezzo/llama-mini"
+NOUNS = ("sea", "sky", "dog", "cat", "man", "boy", "tree", "house", "road", "film", "book", "day")
+ROWS = [{"prompt": f"The {a} and the {b}", "wanted": ","} for a in NOUNS for b in NOUNS if a != b]
+HABIT_STEPS = 12
+QUICK = {"task": "prompts", "threads": 1, "max_new_tokens": 6, "stop": ("",), "device": "cpu"}
+
+
+def commas(completion: str, row: dict) -> float:
+    """A habit that a program can check: many commas."""
+    return completion.count(row["wanted"]) / max(1, len(completion.split()))
+
+
+@pytest.fixture(scope="module")
+def habit(tmp_path_factory):
+    """A run that learns to write commas, and its events."""
+    events = []
+    run = mezzo.finetune(
+        LLAMA,
+        **QUICK,
+        train=ROWS[:60],
+        dev=ROWS[60:84],
+        test=ROWS[84:],
+        objective=commas,
+        out=str(tmp_path_factory.mktemp("habit") / "run"),
+        observe=lambda event, values: events.append((event, values)),
+        steps=HABIT_STEPS,
+        samples=8,
+        batch_size=8,
+        eps=0.05,
+        lr=0.06,
+        schedule="linear",
+        eval_every=4,
+    )
+    return run, events
+
+
+def test_habit_is_learned_beyond_chance_and_rebuilt_from_the_journal(habit):
+    run, _ = habit
+    assert run.metric == "reward" and run.value > run.interval[0] > run.zero_shot
+    assert run.verdict.startswith("worked: ") and "more than chance" in run.verdict
+    assert mezzo.verify(run.out).ok, "neither the function nor the texts are needed"
+
+
+def test_best_checkpoint_export_and_report_follow_the_reward(habit, tmp_path):
+    run, _ = habit
+    values = {point["step"]: point["value"] for point in run.curve}
+    assert values[run.best_step] == max(values.values()) > values[0]
+    adapter = load_file(mezzo.export(run.out, "adapter", tmp_path / "adapter") / "adapter_model.safetensors")
+    assert max(np.abs(tensor).max() for name, tensor in adapter.items() if "lora_B" in name) > 0
+    card = (tmp_path / "adapter" / "README.md").read_text()
+    page = mezzo.report(run.out, out=tmp_path / "page.html").read_text()
+    figure = f"{run.value:.4g}"
+    assert figure in card and figure in page and "test reward" in page
+    found = mezzo.evaluate(run.out, data=ROWS[84:], objective=commas)
+    assert (found.metric, found.value, found.interval) == ("reward", run.value, run.interval)
+
+
+def test_steps_show_rewards_slopes_with_errors_and_perplexity(habit):
+    run, events = habit
+    steps = [values for event, values in events if event == "step"]
+    assert all(0 <= step["reward"] <= 1 and step["slope"] > 0 and step["slope_error"] > 0 for step in steps)
+    assert len(api.records(run.out)) == len(steps) == HABIT_STEPS
+    evaluations = [values for event, values in events if event == "evaluation"]
+    assert all(0 < values["loss"] < 12 for values in evaluations), "that of the held-out text"
+    assert len({values["loss"] for values in evaluations}) == len(evaluations)
+
+
+def test_failures_are_counted_and_shown_and_the_run_goes_on(tmp_path, capsys, monkeypatch):
+    (tmp_path / "fragile.py").write_text(
+        "import time\n"
+        "def reward(prompt, completion, row):\n"
+        "    if 'sky' in prompt:\n        time.sleep(9)\n"
+        "    return 1.0 if row['id'] % 2 else 1 / 0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    data = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"The {noun}", "id": number} for number, noun in enumerate(("sea", "sky", "dog", "cat"))]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--model", LLAMA, "--task", "prompts", "--train", str(data), "--dev", str(data), "--threads", "1"]
+    options += [
+        "--max-new-tokens",
+        "2",
+        "--steps",
+        "2",
+        "--samples",
+        "1",
+        "--batch-size",
+        "4",
+        "--reward-seconds",
+        "0.2",
+    ]
+    out = tmp_path / "run"
+    assert main(["train", *options, "--objective", "fragile:reward", "--failed-reward=-1", "--out", str(out)]) == 0
+    shown = capsys.readouterr()
+    assert "(error): ZeroDivisionError: division by zero (fragile.py, line 5)" in shown.err
+    assert "(time-out): it took more than 0.2 s. Its text has the reward -1" in shown.err
+    assert "failed rewards         12 of 16 texts" in shown.out
+    assert [record.losses for record in api.records(out)] == [(0.5, 0.5)] * 2
+    with pytest.raises(ConfigError, match="name it again to resume: --objective fragile:reward"):
+        mezzo.finetune(resume=out, steps=3)
+    assert mezzo.finetune(resume=out, steps=3, objective="fragile:reward").failed_rewards == 18
+
+
+def test_batched_rewards_answers_and_draws(tmp_path):
+    seen = tmp_path / "seen.json"
+
+    def count(prompts, completions, rows, answers):
+        seen.write_text(json.dumps([prompts, rows, answers]))
+        return [len(text) for text in completions]
+
+    rows = [{"prompt": "A man", "answers": ["ran"], "extra": {"deep": [1]}}, {"prompt": "A dog"}]
+    session = mezzo.open_session(
+        LLAMA,
+        **QUICK,
+        train=rows,
+        dev=rows,
+        objective=count,
+        out=str(tmp_path / "r"),
+        steps=1,
+        samples=2,
+        batch_size=2,
+        temperature=1.0,
+        draws=3,
+    )
+    (record,) = session.records()
+    session.close()
+    prompts, rows_seen, answers = json.loads(seen.read_text())
+    assert len(prompts) == len(rows_seen) == 2 * 3, "the last call is that of dev: prompts × draws"
+    assert {"A man", "A dog"} == {prompt.strip() for prompt in prompts}
+    assert rows_seen[0]["extra"] == {"deep": [1]} and sorted(map(tuple, answers)) == [()] * 3 + [("ran",)] * 3
+    assert len(record.losses) == 4 and session.trainer.spent == 4 * 2 * 3
+
+
+def test_decay_pulls_towards_the_base_model(tmp_path):
+    session = mezzo.open_session(
+        LLAMA, **QUICK, train=ROWS[:4], dev=ROWS[:4], objective="exact_match", out=str(tmp_path / "r"), steps=1
+    )
+    decaying = {tensor.kind: tensor.decay for tensor in session.engine.trained}
+    session.close()
+    assert session.setup.config.decay == "base" and decaying == {"lora_A": False, "lora_B": True}
+
+
+def test_countdown_needs_neither_data_nor_an_objective(tmp_path):
+    small = {"train_limit": 4, "eval_limit": 2, "steps": 1, "samples": 1, "batch_size": 2}
+    run = mezzo.finetune(LLAMA, **{**QUICK, "task": "countdown"}, **small, out=str(tmp_path / "r"))
+    assert (run.metric, run.n_test) == ("countdown reward", 2)
+    assert mezzo.evaluate(run.out, eval_limit=2).metric == "countdown reward"
+
+
+def test_what_cannot_be_trained_on_a_reward_is_refused(tmp_path):
+    refused = {
+        "use a causal model": {"model": "mezzo/roberta-mini", "task": "reviews", "objective": commas},
+        "name one, such as --objective": {"model": LLAMA, "task": "questions", "method": "es"},
+        "is trained with --method spsa": {
+            "model": LLAMA,
+            **QUICK,
+            "train": ROWS,
+            "objective": commas,
+            "method": "solve",
+        },
+        "goes with --space lora": {
+            "model": LLAMA,
+            **QUICK,
+            "train": ROWS,
+            "objective": commas,
+            "space": "full",
+            "decay": "base",
+        },
+        "holds no text": {
+            "model": LLAMA,
+            **QUICK,
+            "train": ROWS,
+            "objective": commas,
+            "held_out": str(tmp_path / "empty"),
+        },
+    }
+    (tmp_path / "empty").write_text("")
+    for message, options in refused.items():
+        with pytest.raises((ConfigError, DataError, SpaceError), match=message):
+            mezzo.finetune(**options, out=str(tmp_path / "r"))
+    with pytest.raises(DataError, match="no column 'answers'"):
+        mezzo.finetune(LLAMA, **QUICK, train=ROWS, out=str(tmp_path / "r"))
+    assert not (tmp_path / "r").exists()
