@@ -114,7 +114,7 @@ def test_without_answers_the_interval_decides():
             for value in (before, 0.8)
         ]
         gains = measure_gains(*evaluations, examples([0, 1] * 100), SENTIMENT)
-        assert gains.plain == Gain(before, 0.8, certain)
+        assert gains.plain == Gain(before, 0.8, certain, "f1")
 
 
 # ---- the verdict

@@ -109,6 +109,12 @@ KINDS = ["person", "place", "number", "time", "reason", "way", "meaning", "thing
 OURS: dict[tuple[str, str], tuple[str, list[str] | int]] = {
     **{("causal", name): ("A. It was", ["terrible", "great"]) for name in ("mr", "cr", "mpqa", "reviews")},
     ("causal", "sst-5"): ("A. It was", list(DEGREES.values())),
+    ("causal", "prompts"): ("A.", []),
+    ("causal", "countdown"): (
+        "Write an expression that equals B.. Use each of the numbers A. exactly once, with + - * / and parentheses. "
+        "Answer with the expression alone.\nExpression:",
+        [],
+    ),
     ("causal", "subj"): ("A. This is", ["subjective", "objective"]),
     ("causal", "cola"): ("A. This is", ["incorrect", "correct"]),
     ("causal", "trec"): (
@@ -240,7 +246,7 @@ MINE = {"columns": ["text"], "template": "It was [MASK].", "labels": ["a", "b"],
 INVALID_TASKS: list[tuple[dict[str, Any], str]] = [
     ({"lables": ["a"]}, "your task: unknown key 'lables'; did you mean 'labels'?"),
     ({"family": "mask"}, "task 'custom': family 'mask' is not one of masked, causal; did you mean 'masked'?"),
-    ({"metric": "f2"}, "task 'custom': metric 'f2' is not one of accuracy, f1, matthews; did you mean 'f1'?"),
+    ({"metric": "f2"}, "task 'custom': metric 'f2' is not one of accuracy, f1, matthews, countdown; did you mean 'f1'?"),
     ({"max_length": 0}, "task 'custom': max_length is 0; give a positive number of tokens"),
     ({"columns": "text"}, "task 'custom': columns is 'text'; give a list, such as ['text']"),
     ({"template": 3}, "task 'custom': template is 3; give a string"),

@@ -171,7 +171,7 @@ class RunConfig:
     reward_workers: int | None = option("method", None, "processes that run your own reward function [cores, at most 8]",
         at_least=1, at_most=1024, commands=("eval",), resumable=True, reopen="question")
     failed_reward: float = option("method", 0.0, "reward of a text whose call raises, takes too long or too much memory",
-        commands=("eval",), reopen="question")
+        at_least=-1_000_000, at_most=1_000_000, commands=("eval",), reopen="question")
     held_out: str | None = option("method", None,
         "text file whose perplexity is measured along a run on rewards [an ordinary English text]",
         commands=("eval",), resumable=True, reopen="question", placeholder="FILE")
