@@ -21,8 +21,9 @@ QUICK = {"task": "prompts", "threads": 1, "max_new_tokens": 6, "stop": ("",), "d
 
 
 def commas(completion: str, row: dict) -> float:
-    """A habit that a program can check: many commas."""
-    return completion.count(row["wanted"]) / max(1, len(completion.split()))
+    """A habit that a program can check: the share of words that are followed by a comma."""
+    words = completion.split()
+    return sum(len(word) > 1 and word.endswith(row["wanted"]) for word in words) / max(1, len(words))
 
 
 @pytest.fixture(scope="module")
