@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from safetensors.numpy import load_file
 import mezzo
 from mezzo import api
 from mezzo.cli.main import main
-from mezzo.errors import ConfigError, DataError, SpaceError
+from mezzo.errors import ConfigError, DataError, JournalError, SpaceError
 
 LLAMA = "mezzo/llama-mini"
 NOUNS = ("sea", "sky", "dog", "cat", "man", "boy", "tree", "house", "road", "film", "book", "day")
@@ -66,7 +67,7 @@ def test_best_checkpoint_export_and_report_follow_the_reward(habit, tmp_path):
     card = (tmp_path / "adapter" / "README.md").read_text()
     page = mezzo.report(run.out, out=tmp_path / "page.html").read_text()
     figure = f"{run.value:.4g}"
-    assert figure in card and figure in page and "test reward" in page
+    assert figure in card and figure in page and "test reward" in page and "perplexity of the held-out text" in page
     found = mezzo.evaluate(run.out, data=ROWS[84:], objective=commas)
     assert (found.metric, found.value, found.interval) == ("reward", run.value, run.interval)
 
@@ -145,6 +146,19 @@ def test_batched_rewards_answers_and_draws(tmp_path):
     assert {"A man", "A dog"} == {prompt.strip() for prompt in prompts}
     assert rows_seen[0]["extra"] == {"deep": [1]} and sorted(map(tuple, answers)) == [()] * 3 + [("ran",)] * 3
     assert len(record.losses) == 4 and session.trainer.spent == 4 * 2 * 3
+
+
+def test_a_resumed_run_ends_as_an_undisturbed_one(tmp_path):
+    small = {**QUICK, "train": ROWS[:6], "dev": ROWS[:2], "objective": commas, "samples": 2, "batch_size": 2}
+    small |= {"schedule": "constant", "temperature": 1.0}
+    whole = mezzo.finetune(LLAMA, **small, steps=2, out=str(tmp_path / "whole"))
+    mezzo.finetune(LLAMA, **small, steps=1, out=str(tmp_path / "part"))
+    assert mezzo.finetune(resume=tmp_path / "part", steps=2, objective=commas).digest == whole.digest
+    rows = [json.loads(line) for line in Path(api.config_of(tmp_path / "part")["train"]).read_text().splitlines()]
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps({**row, "wanted": "."}) + "\n" for row in rows))
+    with pytest.raises(JournalError, match="the training data has changed"):
+        mezzo.finetune(resume=tmp_path / "part", steps=3, objective=commas, train=str(other))
 
 
 def test_decay_pulls_towards_the_base_model(tmp_path):

@@ -13,9 +13,10 @@ import numpy.typing as npt
 from mezzo import api
 from mezzo.config import RunConfig, convert
 from mezzo.errors import ConfigError
+from mezzo.evaluation.rewards import REWARDS, is_reward
 from mezzo.method.batches import make_batches
 from mezzo.method.estimators import Spsa
-from mezzo.method.objectives import get_objective
+from mezzo.method.objectives import OBJECTIVES, get_objective, import_function
 from mezzo.runs.setup import refuse_label_metric, resolve_setup
 
 DEFAULT = "cross_entropy,head,accuracy@1e-3,accuracy@1e-2,accuracy@1e-1"
@@ -117,6 +118,10 @@ def _parse_objective(text: str) -> tuple[str, str, float | None]:
         raise ConfigError(f"{text!r}: eps must be positive")
     if name == "head":
         return "cross_entropy", "head", value
+    if name in REWARDS.keys() - OBJECTIVES.keys() or (":" in name and is_reward(import_function(name))):
+        raise ConfigError(
+            f"{name!r} rewards generated text, and only scores are read here: see how a run's slopes show"
+        )
     return name, "vocabulary" if get_objective(name).vocabulary else "words", value
 
 

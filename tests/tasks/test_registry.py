@@ -246,7 +246,10 @@ MINE = {"columns": ["text"], "template": "It was [MASK].", "labels": ["a", "b"],
 INVALID_TASKS: list[tuple[dict[str, Any], str]] = [
     ({"lables": ["a"]}, "your task: unknown key 'lables'; did you mean 'labels'?"),
     ({"family": "mask"}, "task 'custom': family 'mask' is not one of masked, causal; did you mean 'masked'?"),
-    ({"metric": "f2"}, "task 'custom': metric 'f2' is not one of accuracy, f1, matthews, countdown; did you mean 'f1'?"),
+    (
+        {"metric": "f2"},
+        "task 'custom': metric 'f2' is not one of accuracy, f1, matthews, countdown; did you mean 'f1'?",
+    ),
     ({"max_length": 0}, "task 'custom': max_length is 0; give a positive number of tokens"),
     ({"columns": "text"}, "task 'custom': columns is 'text'; give a list, such as ['text']"),
     ({"template": 3}, "task 'custom': template is 3; give a string"),

@@ -23,13 +23,15 @@ from mezzo.reports.run_data import RunData
 # Most points of a line; more are aggregated, because no screen shows them.
 BUCKETS = 100
 FORWARDS = "example-forwards"
+# Of a text, from which on its perplexity is no number to draw.
+LARGEST_LOSS = 100.0
 # The notes of a step of solve that are drawn.
 JUDGED = ("before", "gain", "gain_error", "directions", "fitted", "judged", "eps")
 
 
 def run_charts(run: RunData) -> list[Chart]:
     """Every chart there is data for, in the order of the page."""
-    return [chart for make in (_loss, _metric, _judged, _slopes, _machine) for chart in make(run)]
+    return [chart for make in (_loss, _metric, _rewards, _judged, _slopes, _machine) for chart in make(run)]
 
 
 def comparison_charts(runs: Sequence[RunData]) -> list[Chart]:
@@ -82,7 +84,7 @@ def _mean_series(setting: Setting, colour: int, over_forwards: bool) -> Series |
 
 
 def _loss(run: RunData) -> Iterator[Chart]:
-    if not run.records:
+    if not run.records or run.method == "es":
         return
     x, y, low, high = _aggregate(run, run.losses, _over_forwards(run))
     series = [Series("fitted batch" if run.method == "solve" else "training", x, y, low=low, high=high)]
@@ -110,6 +112,27 @@ def _metric(run: RunData) -> Iterator[Chart]:
     percent = not is_reward_metric(run.metric)
     chart = Chart("metric", run.metric, tuple(series), tuple(baselines), best=_best(run), percent=percent)
     yield _over(run, chart)
+
+
+def _rewards(run: RunData) -> Iterator[Chart]:
+    """Of es: the rewards of the training texts, how sure their slopes are, and whether the model forgets."""
+    if run.method != "es" or not run.records:
+        return
+    x, y, low, high = _aggregate(run, [-loss for loss in run.losses])
+    yield Chart("reward", "reward of the training texts", (Series("training", x, y, low=low, high=high),))
+    names = (("slope", "slopes", 0), ("slope_error", "their standard error", 1))
+    lines = [
+        Series(name, *_aggregate(run, [r.notes.get(key, math.nan) for r in run.records])[:2], colour)
+        for key, name, colour in names
+        if all(math.isfinite(r.notes.get(key, math.nan)) for r in run.records)
+    ]
+    if lines:
+        note = "root mean square over the directions of a step"
+        yield Chart("slope-errors", "slopes of the reward", tuple(lines), from_zero=True, note=note)
+    held_out = [(e.step, math.exp(e.loss)) for e in run.metrics.evaluations if e.loss < LARGEST_LOSS]
+    if held_out:
+        line = Series("perplexity", [step for step, _ in held_out], [value for _, value in held_out], 2, True)
+        yield Chart("perplexity", "perplexity of the held-out text", (line,))
 
 
 def _judged(run: RunData) -> Iterator[Chart]:

@@ -11,7 +11,7 @@ from html import escape
 from typing import Any
 
 from mezzo.evaluation.evaluate import wilson_interval
-from mezzo.evaluation.figures import format_figure
+from mezzo.evaluation.figures import format_figure, is_reward_metric
 from mezzo.reports import html
 from mezzo.reports.changes import changes_section, classes_section
 from mezzo.reports.charts import run_charts
@@ -70,7 +70,7 @@ def _figures(run: RunData) -> str:
     if run.method == "solve":
         of = f"example-forwards of {run.budget:,.0f}" if run.budget else "example-forwards"
         figures += [(of, f"{run.spent or 0:,.0f}"), ("moves taken", str(run.moves))]
-    elif run.records and run.method == "spsa":
+    elif run.records and run.method in ("spsa", "es"):
         figures.append(("steps with slope zero", f"{run.zero_slope_share:.1%}"))
     if run.skipped_steps:
         figures.append(("skipped steps", str(run.skipped_steps)))
@@ -114,7 +114,8 @@ def _evaluations(run: RunData) -> str:
         rows += _calibrated_row(f"{final.split}, final, calibrated", final)
     if not rows:
         return ""
-    head = ("examples", "step", run.metric, "95% interval", "loss", "n")
+    loss = "held-out loss" if is_reward_metric(run.metric) else "loss"
+    head = ("examples", "step", run.metric, "95% interval", loss, "n")
     note = (
         '<p class="note">Calibrated: with the prompt\'s bias removed, so that every label is predicted equally often. This uses '
         "no labels. Compare like with like: trained with untrained, calibrated with calibrated.</p>"

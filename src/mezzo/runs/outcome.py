@@ -128,7 +128,8 @@ class Gains:
 def measure_gains(
     before: Assessment | None, after: Assessment | None, examples: Sequence[Example], task: Task
 ) -> Gains:
-    majority = majority_figure(examples, task)
+    rewarded = any(each and is_reward_metric(each.evaluation.metric) for each in (before, after))
+    majority = None if rewarded else majority_figure(examples, task)
     if before is None or after is None:
         return Gains(len(examples), majority=majority)
     old, new = before.evaluation, after.evaluation
@@ -227,12 +228,14 @@ def pick_examples(examples: Sequence[Example], task: Task, before: Answers, afte
 def _name(task: Task, example: Example, answer: int | str) -> str:
     if isinstance(answer, str):
         return answer
+    if answer < 0:  # no right one is known
+        return ""
     return " / ".join(task.answers(example)) if task.kind == "generation" else answer_name(task, example, answer)
 
 
 def per_class(examples: Sequence[Example], task: Task, answers: Answers) -> dict[str, Any] | None:
     """Each label's examples and recall, and how often which label was given for it; None where answers are no labels."""
-    if task.kind != "classification":
+    if task.kind != "classification" or answers.rewards is not None:
         return None
     classes = len(task.labels)
     matrix = np.zeros((classes, classes), dtype=np.int64)

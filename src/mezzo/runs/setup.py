@@ -106,6 +106,8 @@ class Setup:
         total = hashlib.sha256()
         for prompt in (*self.train_prompts, *self.judging_prompts):
             total.update(repr((prompt.ids, prompt.label, prompt.position, prompt.candidates)).encode())
+            if self.reward:  # it may read every field
+                total.update(repr(sorted(prompt.row.items())).encode())
         return total.hexdigest()
 
     @property
@@ -348,7 +350,7 @@ def _max_length(config: RunConfig, task: Task, longest: int | None, tokenizer: A
 
 def _absolute_paths(config: RunConfig) -> dict[str, str]:
     """Local paths as they are found from any folder: a run may be resumed and verified from elsewhere."""
-    paths = {name: getattr(config, name) for name in ("model", "train", "dev", "test")}
+    paths = {name: getattr(config, name) for name in ("model", "train", "dev", "test", "held_out")}
     return {name: os.path.abspath(path) for name, path in paths.items() if path and os.path.exists(path)}
 
 
