@@ -59,11 +59,12 @@ def judge(findings: Set[str], method: str, best_step: int, gains: Gains) -> Verd
         return _verdict("overfits", f"the training loss fell and dev became worse; {at}")
     if plain is None:
         return _verdict("not tested", tested)
-    same = f"{plain.after:.1%} before and after training (n={gains.n:,})"
-    if plain.after == plain.before == 1:
+    figure = format_figure(plain.after, plain.metric)
+    same = f"{figure} before and after training (n={gains.n:,})"
+    if plain.after == plain.before == 1 and not is_reward_metric(plain.metric):
         return _verdict("nothing to gain", f"{same}. More examples to test on, or harder ones, would tell")
     if best_step == 0:
-        as_it_came = f"no step was better on dev than the model as it came ({plain.after:.1%}, n={gains.n:,})"
+        as_it_came = f"no step was better on dev than the model as it came ({figure}, n={gains.n:,})"
         return _verdict("did not move", f"{as_it_came}. {_advise(method)}")
     if plain.after == plain.before:
         return _verdict("no gain", f"{same}, although the weights moved. {_advise(method)}")
@@ -101,6 +102,8 @@ def _describe(gains: Gains) -> str:
 
 
 def _advise(method: str) -> str:
+    if method == "es":
+        return "A larger --lr or --eps, more steps, --samples or --batch-size may help"
     help = "A larger --lr, more steps" if method != "solve" else "More training examples, a larger --budget"
     return f"{help} or another --template or --words may help"
 
