@@ -181,7 +181,7 @@ def test_what_cannot_be_trained_on_a_reward_is_refused(tmp_path):
     refused = {
         "use a causal model": {"model": "mezzo/roberta-mini", "task": "reviews", "objective": commas},
         "name one, such as --objective": {"model": LLAMA, "task": "questions", "method": "es"},
-        "is trained with --method spsa": {
+        "a reward of generated text has none: use --method es": {
             "model": LLAMA,
             **QUICK,
             "train": ROWS,

@@ -54,10 +54,12 @@ def comparison_charts(runs: Sequence[RunData]) -> list[Chart]:
             loss.append(replace(Series(name, *points, hidden_markers=True), **look))
     means = [_mean_series(setting, colour, counted) for colour, setting in enumerate(settings)] if repeated else []
     title = f"dev {comparison.metric}"
-    note = "band: one standard deviation over seeds"
+    note, percent = "band: one standard deviation over seeds", not is_reward_metric(comparison.metric)
     charts = (
-        Chart("compare-settings", f"{title}, mean", tuple(filter(None, means)), percent=True, x_label=label, note=note),
-        Chart("compare-metric", title, tuple(metric), percent=True, x_label=label),
+        Chart(
+            "compare-settings", f"{title}, mean", tuple(filter(None, means)), percent=percent, x_label=label, note=note
+        ),
+        Chart("compare-metric", title, tuple(metric), percent=percent, x_label=label),
         Chart("compare-loss", "training loss", tuple(loss), x_label=label),
     )
     return [chart for chart in charts if chart.series]

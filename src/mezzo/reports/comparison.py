@@ -17,6 +17,7 @@ from typing import Any
 
 from mezzo.config import OPTIONS
 from mezzo.errors import JournalError, MezzoWarning
+from mezzo.evaluation.figures import format_figure, is_reward_metric
 from mezzo.journal.atomic_files import json_safe
 from mezzo.journal.content import NAME as JOURNAL
 from mezzo.reports.html import plain_text
@@ -68,7 +69,13 @@ class Setting:
     def figure(self) -> str:
         if self.mean is None:
             return "–"
+        if is_reward_metric(self.runs[0].metric):
+            return f"{self.mean:.4g}" + (f" ± {self.deviation:.2g}" if self.deviation is not None else "")
         return f"{100 * self.mean:.1f}" + (f" ± {100 * self.deviation:.1f}" if self.deviation is not None else "") + "%"
+
+    def show(self, value: float | None) -> str:
+        """A figure of its runs as text."""
+        return "–" if value is None else format_figure(value, self.runs[0].metric)
 
     @property
     def zero_shot(self) -> float | None:
@@ -141,10 +148,7 @@ class Comparison:
     def __str__(self) -> str:
         """The settings as a table, the best first."""
         head = [*self.differing, "runs", self.metric, "zero-shot"]
-        body = [
-            [*s.options.values(), s.finished, s.figure, "–" if s.zero_shot is None else f"{s.zero_shot:.1%}"]
-            for s in self.settings
-        ]
+        body = [[*s.options.values(), s.finished, s.figure, s.show(s.zero_shot)] for s in self.settings]
         widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
         lines = ["  ".join(f"{t:<{w}}" for t, w in zip(row, widths, strict=True)).rstrip() for row in (head, *body)]
         seeds = any(setting.deviation is not None for setting in self.settings)

@@ -82,9 +82,9 @@ def _settings(found: Comparison) -> str:
             (
                 setting.finished,
                 setting.figure,
-                html.percent(min(setting.figures, default=None)),
-                html.percent(max(setting.figures, default=None)),
-                html.percent(setting.zero_shot),
+                setting.show(min(setting.figures, default=None)),
+                setting.show(max(setting.figures, default=None)),
+                setting.show(setting.zero_shot),
             )
         )
         + "</tr>"

@@ -142,7 +142,11 @@ def choose_method(config: RunConfig, one_direction: bool = False, rewards: bool 
     smooth = objective is not None and objective.smooth
     given = [o for o in OPTIONS.values() if o.of_method and getattr(config, o.name) != o.default]
     if config.method in ("solve", "adam"):
-        if not smooth or rewards:
+        if rewards:
+            raise ConfigError(
+                f"--method {config.method} needs a loss with slopes, and a reward of generated text has none: use --method es"
+            )
+        if not smooth:
             names = " or ".join(name for name, each in OBJECTIVES.items() if each.smooth)
             raise ConfigError(
                 f"--method {config.method} needs a loss with slopes ({names}); {config.objective!r} is trained with --method spsa"

@@ -143,11 +143,11 @@ class TorchEngine:
                         self._score_groups(groups, batch, out[place])
         return out
 
-    def probe_points(self, probes: Sequence[Probe]) -> list[ProbePoint]:
-        """The probes in the groups that share a forward."""
+    def probe_points(self, probes: Sequence[Probe], by_graphs: bool = True) -> list[ProbePoint]:
+        """The probes in the groups that share a forward; those of a graph, where one runs it."""
         size = self.micro_batch.members
         groups = [tuple(probes[first : first + size]) for first in range(0, len(probes), size)]
-        if self.graphs is not None:
+        if self.graphs is not None and by_graphs:
             groups = [part for group in groups for part in self._split_for_graphs(group)]
         return [ProbePoint(group, self.device) for group in groups]
 
@@ -234,8 +234,8 @@ class TorchEngine:
             raise ModelError(f"{type(self.model).__name__} is not a causal model: it cannot generate text")
         self.flush_updates()
         out: Continuations = []
-        for point in self.probe_points(probes):
-            with self.population.at(point):
+        for point in self.probe_points(probes, by_graphs=False):
+            with self.explain_out_of_memory(len(point.probes)), self.population.at(point):
                 out += generate_texts(self, batch, point.probes, generation)
         return out
 
