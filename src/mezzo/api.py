@@ -16,6 +16,7 @@ from mezzo.engines.base import Engine
 from mezzo.engines.hf_hub import family_of, load_config
 from mezzo.errors import ConfigError, DataError, JournalError, RunFailed
 from mezzo.evaluation.evaluate import Evaluation, refuse_nan
+from mezzo.evaluation.rewards import is_reward
 from mezzo.journal.compact import export_compact
 from mezzo.journal.content import NAME as JOURNAL
 from mezzo.journal.journal import repair_journal
@@ -109,7 +110,7 @@ def prepare_options(
     named = {*given, *(("objective",) if function else ())}
     values = {**(from_file(Path(config), named) if config else {}), **given}
     values |= {"task": _written_task(task, values)} if isinstance(task, (Mapping, Task)) else {}
-    values = with_task(values, rows.get("train"), observe)
+    values = with_task(values, rows.get("train"), observe, function)
     found = datasets.splits_with_train(rows.get("train", values.get("train")), resolve(values))
     rows |= {split: part for split, part in found.items() if split not in rows and not _is_path(part)}
     files = {split: part for split, part in found.items() if split not in rows}
@@ -148,11 +149,16 @@ def resolve(values: Mapping[str, Any]) -> RunConfig:
     return from_mapping({key: value for key, value in values.items() if value is not None})
 
 
-def with_task(values: Mapping[str, Any], rows: Any = None, observe: Observer = silent) -> dict[str, Any]:
-    """The options with a task: a proposed one for the user's own training data (`rows`, or a file) that comes without."""
+def with_task(
+    values: Mapping[str, Any], rows: Any = None, observe: Observer = silent, function: Function | None = None
+) -> dict[str, Any]:
+    """The options with a task: a proposed one for the user's own training data (`rows`, or a file) that comes without; for a
+    reward, `prompts`."""
     source = rows if rows is not None else values.get("train")
     if values.get("task") or source is None:
         return dict(values)
+    if is_reward(function or find_function(str(values.get("objective", "")))):
+        return {**values, "task": "prompts"}
     proposal = propose_task(resolve(values), source)
     observe("proposal", {"text": str(proposal), **proposal.to_dict()})
     return {**values, **task_options(proposal)}

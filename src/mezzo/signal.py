@@ -120,7 +120,7 @@ def _parse_objective(text: str) -> tuple[str, str, float | None]:
         return "cross_entropy", "head", value
     if name in REWARDS.keys() - OBJECTIVES.keys() or (":" in name and is_reward(import_function(name))):
         raise ConfigError(
-            f"{name!r} rewards generated text, and only scores are read here: see how a run's slopes show"
+            f"{name!r} rewards generated text, and only scores are read here; steps of a run show its slopes"
         )
     return name, "vocabulary" if get_objective(name).vocabulary else "words", value
 
