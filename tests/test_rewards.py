@@ -70,6 +70,8 @@ def test_best_checkpoint_export_and_report_follow_the_reward(habit, tmp_path):
     assert figure in card and figure in page and "test reward" in page and "perplexity of the held-out text" in page
     found = mezzo.evaluate(run.out, data=ROWS[84:], objective=commas)
     assert (found.metric, found.value, found.interval) == ("reward", run.value, run.interval)
+    with pytest.raises(ConfigError, match="name it again to evaluate"):
+        mezzo.evaluate(run.out, data=ROWS[84:])
 
 
 def test_steps_show_rewards_slopes_with_errors_and_perplexity(habit):

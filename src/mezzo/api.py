@@ -60,7 +60,8 @@ def finetune(
 
     Without arguments, the bundled masked LM learns the bundled questions. `options` are those of `mezzo train --help`;
     `config` is a TOML file of them; `resume` continues a run folder. `task` may also be a dict or a Task, and `objective` a
-    function of (scores[probes, examples, candidates], batch) that returns one loss per probe. `train`, `dev` and `test` are
+    function of (scores[probes, examples, candidates], batch) that returns one loss per probe, or one with a parameter
+    `completion` that rewards generated text. `train`, `dev` and `test` are
     files, lists of dicts or Hugging Face datasets. `observe` is called with every event of the run and may raise
     `StopTraining`; without it, a notebook shows the run while it trains.
     """
@@ -286,6 +287,12 @@ def evaluate(
     With `linear_probe`, a new linear head is first fitted to the examples of `train`, on features of the frozen model.
     """
     engine, setup = _open(run, at, options)
+    if setup.config.method == "es" and setup.reward is None:
+        engine.close()
+        raise ConfigError(
+            "this run was trained on a reward of your own; name it again to evaluate: --objective MODULE:FUNCTION "
+            "(in Python, objective= takes the function)"
+        )
     source = data if data is not None else bundled_data(setup.task.name, split)
     if source is None:
         raise DataError(f"task {setup.task.name!r} has no bundled data: pass --data FILE")
