@@ -52,7 +52,9 @@ def _make_spsa(setup: Setup, objective: Objective) -> Method:
 def _make_es(setup: Setup, objective: Objective) -> Method:
     config, reward = setup.config, setup.reward
     if reward is None:
-        raise ConfigError("--method es trains on rewards of generated text: name one, such as --objective module:function")
+        raise ConfigError(
+            "--method es trains on rewards of generated text: name one, such as --objective module:function"
+        )
     assert config.lr is not None and config.eps is not None and config.steps is not None
     assert config.schedule is not None and config.batch_size is not None and config.samples is not None
     rate = schedule(config.schedule, config.lr, config.steps, config.warmup)
