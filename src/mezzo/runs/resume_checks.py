@@ -62,7 +62,7 @@ def check_same_counts(earlier: Iterable[dict[str, Any]], setup: Setup, changes: 
 
 def describe_jump(config: RunConfig, planned: Any, step: int) -> str:
     """What is said of a learning rate that another number of steps changes in mid-run; empty if it stays."""
-    if config.method != "spsa" or not step or planned == config.steps:
+    if config.method not in ("spsa", "es") or not step or planned == config.steps:
         return ""
     assert config.schedule and config.lr is not None and config.steps
     before, now = (
