@@ -25,11 +25,11 @@ import numpy as np
 import torch
 
 from mezzo.engines import open_engine
+from mezzo.engines import token_rows as sglang_rows
 from mezzo.engines.base import EngineSpec
-from mezzo.engines.sglang import token_rows as sglang_rows
 from mezzo.engines.sglang.inprocess.worker import Worker
 from mezzo.engines.sglang.requests import scoring_body
-from mezzo.engines.sglang.token_rows import MIN_SHARED_TOKENS, token_rows
+from mezzo.engines.token_rows import MIN_SHARED_TOKENS, token_rows
 from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, Prompt, Readout, Scores, Update
 

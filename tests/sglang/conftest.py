@@ -14,7 +14,7 @@ from mezzo.engines import open_engine
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.microbatch import empty_scores
 from mezzo.engines.sglang import requests
-from mezzo.engines.sglang.token_rows import token_rows, write_scores
+from mezzo.engines.token_rows import token_rows, write_scores
 from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, Prompt, Readout, Scores, Update
 

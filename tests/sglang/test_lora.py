@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from mezzo.engines.sglang.token_rows import MIN_SHARED_TOKENS
+from mezzo.engines.token_rows import MIN_SHARED_TOKENS
 from mezzo.method.space import Space
 from mezzo.types import Batch, Generation, MicroBatch, Probe
 from tests.sglang.conftest import (

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from mezzo.engines.lora_factors import module_of
 from mezzo.engines.sglang.matrices import MatrixShards
-from mezzo.engines.sglang.module_names import module_of, sglang_path
+from mezzo.engines.sglang.module_names import sglang_path
 from mezzo.engines.sglang.shards import layer_shards
 from mezzo.engines.sglang.tensor_parts import TensorPart, assemble_tensors
 from mezzo.engines.torch.forward.population import Population

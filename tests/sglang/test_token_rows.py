@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mezzo.engines.sglang.token_rows import MIN_SHARED_TOKENS, common_prefix, shared_prompts, token_rows
+from mezzo.engines.token_rows import MIN_SHARED_TOKENS, common_prefix, shared_prompts, token_rows
 from mezzo.types import Batch, Prompt, Readout
 
 

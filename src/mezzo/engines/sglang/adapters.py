@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mezzo.engines.base import EngineSpec
-from mezzo.engines.sglang.model_facts import ModelFacts
-from mezzo.engines.sglang.module_names import FUSED, module_of, projection_of, sglang_path
+from mezzo.engines.lora_factors import module_of, peft_names, projection_of
+from mezzo.engines.sglang.module_names import FUSED, sglang_path
 from mezzo.engines.sglang.support import TRAINABLE_SPACES
-from mezzo.engines.sglang.tensor_parts import Array, to_tensor
-from mezzo.engines.torch.forward.population import Population
-from mezzo.engines.torch.initial_values import initial_lora_factor
 from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.errors import ModelError
-from mezzo.method.space import Space, lora_names
-from mezzo.types import Probe, TrainedTensor, Update
+from mezzo.method.space import Space
+from mezzo.types import Probe, TrainedTensor
 
 # The two signs of a direction, each an adapter of one batch.
 PROBES_PER_FORWARD = 2
@@ -57,47 +53,9 @@ def adapter_shape(space: Space, trained: Sequence[TrainedTensor]) -> AdapterShap
     return AdapterShape(rank, alpha, tuple(sorted(targets)))
 
 
-def peft_names(module: str) -> list[str]:
-    """The names of a module's factors A and B in an adapter file of PEFT."""
-    return [f"base_model.model.{module}.lora_{factor}.weight" for factor in "AB"]
-
-
 def adapter_tensors(module: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
     """The factors of one module, by their names in an adapter file."""
     return dict(zip(peft_names(module), (a.clone(), b.clone()), strict=True))
-
-
-# ---- space `lora`: an adapter is the trained factors at a probe
-
-
-class LoraFactors:
-    """The LoRA factors, complete because they are small; trained from their initial values on."""
-
-    def __init__(self, spec: EngineSpec, facts: ModelFacts, device: torch.device) -> None:
-        initial = {t.name: initial_lora_factor(t, spec.seed).to(device) for t in (*facts.trained, *facts.frozen)}
-        frozen = {t.name: initial[t.name] for t in facts.frozen}
-        source = NoiseSource(spec.noise_kind, device)
-        self.population = Population([(t, initial[t.name]) for t in facts.trained], source, frozen)
-
-    def at_probes(self, probes: Sequence[Probe]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(module, A[P, r, in], B[P, out, r]) of every adapted module at the probes."""
-        with self.population.at(probes):
-            for module in dict.fromkeys(module_of(name) for name in self.population.trained):
-                a, b = (self.population.member_tensor(name) for name in lora_names(module))
-                yield module, a, b
-
-    @torch.no_grad()
-    def apply(self, updates: Sequence[Update]) -> None:
-        self.population.apply_all(updates)
-
-    def load(self, tensors: Mapping[str, Array]) -> None:
-        load_values(self.population, tensors)
-
-
-@torch.no_grad()
-def load_values(population: Population, tensors: Mapping[str, Array]) -> None:
-    for name, values in tensors.items():
-        population.value(name).copy_(to_tensor(values))
 
 
 # ---- space `matrices`: an adapter is the low-rank noise itself

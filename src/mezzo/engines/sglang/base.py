@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from mezzo.engines.arrays import Array, to_tensor
 from mezzo.engines.base import Engine, EngineSpec
 from mezzo.engines.liveness import check_alive
 from mezzo.engines.microbatch import check_state
 from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD, adapter_shape
 from mezzo.engines.sglang.model_facts import read_model_facts
 from mezzo.engines.sglang.support import refuse_head, refuse_space
-from mezzo.engines.sglang.tensor_parts import Array, to_tensor
-from mezzo.engines.sglang.token_rows import TokenCounts
+from mezzo.engines.token_rows import TokenCounts
 from mezzo.engines.torch import catalog
 from mezzo.types import Batch, MicroBatch
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from mezzo.engines.arrays import Array, to_numpy, to_tensor
 from mezzo.engines.sglang.shards import Shard
-from mezzo.engines.sglang.tensor_parts import Array, TensorPart, to_numpy, to_tensor
+from mezzo.engines.sglang.tensor_parts import TensorPart
 from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.engines.torch.weights.reference_ops import update_values
 from mezzo.errors import ModelError

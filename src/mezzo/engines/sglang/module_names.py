@@ -18,18 +18,8 @@ ENCODER_PROJECTIONS = {
 }
 
 
-def module_of(tensor: str) -> str:
-    """The Hugging Face module of a trained tensor, which is a weight or a LoRA factor."""
-    return tensor.removesuffix(".weight").removesuffix(".lora_A").removesuffix(".lora_B")
-
-
 def sglang_path(module: str) -> str:
     """SGLang's path of a Hugging Face module: the same, except in this package's own encoder."""
     if (match := ENCODER_LAYER.fullmatch(module)) and match[2] in ENCODER_PROJECTIONS:
         return f"layers.{match[1]}.{ENCODER_PROJECTIONS[match[2]]}"
     return module
-
-
-def projection_of(path: str) -> str:
-    """The last part of a module path, such as `q_proj`."""
-    return path.rsplit(".", 1)[-1]

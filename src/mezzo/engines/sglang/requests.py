@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mezzo.engines.sglang.token_rows import TokenCounts, TokenRow, common_prefix, shared_prompts
+from mezzo.engines.token_rows import TokenCounts, TokenRow, common_prefix, shared_prompts
 from mezzo.types import Batch, Readout
 
 Answers = Sequence[Mapping[str, Any]]

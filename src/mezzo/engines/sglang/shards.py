@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mezzo.engines.sglang.module_names import FUSED, projection_of
+from mezzo.engines.lora_factors import projection_of
+from mezzo.engines.sglang.module_names import FUSED
 from mezzo.errors import ModelError
 
 

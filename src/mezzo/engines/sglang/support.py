@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mezzo.engines.lora_factors import module_of, projection_of
 from mezzo.engines.registry import ENGINES
-from mezzo.engines.sglang.module_names import ENCODER_LAYER, module_of, projection_of, sglang_path
+from mezzo.engines.sglang.module_names import ENCODER_LAYER, sglang_path
 from mezzo.errors import ModelError, SpaceError
 from mezzo.method.space import Space
 from mezzo.types import Family, TrainedTensor

@@ -1,4 +1,4 @@
-"""Trained tensors on their way between the ranks and the driver: parts of them, and their encoding."""
+"""Trained tensors on their way between the ranks and the driver: the parts that each rank holds."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
-import torch
-from torch import Tensor
 
+from mezzo.engines.arrays import Array
 from mezzo.types import TrainedTensor
-
-Array = npt.NDArray[np.generic]
 
 
 @dataclass(frozen=True)
@@ -32,12 +28,3 @@ def assemble_tensors(trained: Sequence[TrainedTensor], ranks: Iterable[Sequence[
         for part in parts:
             tensors[part.name][slice(*part.rows), slice(*part.cols)] = part.values  # type: ignore[index]
     return tensors
-
-
-def to_tensor(values: Array) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values))
-
-
-def to_numpy(value: Tensor) -> Array:
-    """A float32 copy on the host."""
-    return value.detach().float().cpu().numpy().copy()

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.engines.sglang.module_names import module_of, projection_of, sglang_path
+from mezzo.engines.lora_factors import module_of, projection_of
+from mezzo.engines.sglang.module_names import sglang_path
 from mezzo.engines.sglang.shards import Shard, layer_shards
 from mezzo.errors import ModelError
 from mezzo.types import TrainedTensor

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mezzo.engines.arrays import Array
 from mezzo.engines.base import Continuations, EngineSpec
 from mezzo.engines.hf_hub import load_config
 from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD
@@ -15,7 +16,7 @@ from mezzo.engines.sglang.inprocess import launch
 from mezzo.engines.sglang.inprocess.channel import Channel
 from mezzo.engines.sglang.requests import generation_body
 from mezzo.engines.sglang.support import refuse_space
-from mezzo.engines.sglang.tensor_parts import Array, assemble_tensors
+from mezzo.engines.sglang.tensor_parts import assemble_tensors
 from mezzo.engines.sglang.versions import installed_version
 from mezzo.errors import ConfigError, ModelError
 from mezzo.types import Batch, Generation, Probe, Scores, Update

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mezzo.engines.sglang.inprocess.batch_layout import build_batch
-from mezzo.engines.sglang.token_rows import TokenCounts, TokenRow, common_prefix, shared_prompts
+from mezzo.engines.token_rows import TokenCounts, TokenRow, common_prefix, shared_prompts
 from mezzo.errors import RunFailed
 from mezzo.types import Readout
 

@@ -19,9 +19,10 @@ import torch
 
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.hf_hub import load_config, locate
-from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD, AdapterShape, peft_names
+from mezzo.engines.lora_factors import module_of, peft_names
+from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD, AdapterShape
 from mezzo.engines.sglang.model_facts import ModelFacts
-from mezzo.engines.sglang.module_names import module_of, sglang_path
+from mezzo.engines.sglang.module_names import sglang_path
 from mezzo.errors import ConfigError, ModelError, RunFailed
 
 # Settings that SGLang reads, and those of transformers that say the same: OPT has no grouped heads, Gemma another name.

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mezzo.engines.arrays import to_numpy
 from mezzo.engines.base import EngineSpec
-from mezzo.engines.sglang.adapters import LoraFactors, noise_factors
+from mezzo.engines.lora_factors import LoraFactors, module_of
+from mezzo.engines.sglang.adapters import noise_factors
 from mezzo.engines.sglang.inprocess.adapter_slots import AdapterSlots
 from mezzo.engines.sglang.matrices import MatrixShards
 from mezzo.engines.sglang.model_facts import ModelFacts
-from mezzo.engines.sglang.module_names import module_of
-from mezzo.engines.sglang.tensor_parts import TensorPart, to_numpy
+from mezzo.engines.sglang.tensor_parts import TensorPart
 from mezzo.engines.torch.forward.probe_point import ProbePoint
 from mezzo.engines.torch.weights.flat_buffer import FlatBuffer
 from mezzo.engines.torch.weights.noise import NoiseSource
@@ -24,7 +25,7 @@ class LoraWeights(LoraFactors):
     """LoRA factors, complete on every rank."""
 
     def __init__(self, spec: EngineSpec, facts: ModelFacts, device: torch.device, slots: AdapterSlots) -> None:
-        super().__init__(spec, facts, device)
+        super().__init__(spec, facts.trained, facts.frozen, device)
         self.slots = slots
         self._flat_views: dict[tuple[int, ...], list[Tensor] | None] = {}
 

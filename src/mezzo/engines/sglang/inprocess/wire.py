@@ -17,7 +17,7 @@ from mezzo import errors
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.sglang.model_facts import ModelFacts
 from mezzo.engines.sglang.tensor_parts import TensorPart
-from mezzo.engines.sglang.token_rows import TokenCounts
+from mezzo.engines.token_rows import TokenCounts
 from mezzo.errors import MezzoError
 from mezzo.method.space import Space
 from mezzo.types import Batch, MicroBatch, Probe, Prompt, Readout, TrainedTensor, Update

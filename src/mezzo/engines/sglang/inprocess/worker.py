@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
+from mezzo.engines import token_rows as token_rows_module
+from mezzo.engines.arrays import Array
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.microbatch import empty_scores
-from mezzo.engines.sglang import token_rows as token_rows_module
 from mezzo.engines.sglang.inprocess.adapter_slots import AdapterSlots
 from mezzo.engines.sglang.inprocess.forward import Forward, ServedProbe
 from mezzo.engines.sglang.inprocess.weights import WEIGHTS, WorkerWeights
 from mezzo.engines.sglang.model_facts import ModelFacts
-from mezzo.engines.sglang.tensor_parts import Array, TensorPart
-from mezzo.engines.sglang.token_rows import TokenCounts, token_rows, write_scores
+from mezzo.engines.sglang.tensor_parts import TensorPart
+from mezzo.engines.token_rows import TokenCounts, token_rows, write_scores
 from mezzo.errors import RunFailed
 from mezzo.types import Batch, Probe, Scores, Update
 

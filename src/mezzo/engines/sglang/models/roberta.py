@@ -19,7 +19,8 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import Tensor, nn
 
-from mezzo.engines.sglang.module_names import FUSED, projection_of, sglang_path
+from mezzo.engines.lora_factors import projection_of
+from mezzo.engines.sglang.module_names import FUSED, sglang_path
 
 
 @dataclass(frozen=True)

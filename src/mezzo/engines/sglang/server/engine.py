@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mezzo.engines.arrays import Array
 from mezzo.engines.base import Continuations, EngineSpec
 from mezzo.engines.hf_hub import locate
 from mezzo.engines.microbatch import empty_scores
@@ -22,8 +23,7 @@ from mezzo.engines.sglang.server.loader import LOADER
 from mezzo.engines.sglang.server.replica import Replica
 from mezzo.engines.sglang.server.weights import ClientWeights, FrozenModel, ServerMatrices, UploadedLora
 from mezzo.engines.sglang.support import refuse_space
-from mezzo.engines.sglang.tensor_parts import Array
-from mezzo.engines.sglang.token_rows import TokenCounts, TokenRow, token_rows, write_scores
+from mezzo.engines.token_rows import TokenCounts, TokenRow, token_rows, write_scores
 from mezzo.errors import ConfigError, ModelError, RunFailed
 from mezzo.types import Batch, Generation, Probe, Readout, Scores, Update
 
@@ -50,7 +50,7 @@ class ServerEngine(SGLangEngine):
             self.weights = ServerMatrices(spec, self.facts, self._write_weights)
             self._reset_to_base(self.weights)
         elif spec.space.kind == "lora":
-            self.weights = UploadedLora(spec, self.facts, torch.device("cpu"))
+            self.weights = UploadedLora(spec, self.facts.trained, self.facts.frozen, torch.device("cpu"))
         for replica in self.replicas:
             _refuse_other_model(replica, self.facts)
             replica.start_run()

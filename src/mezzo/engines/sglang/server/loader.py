@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from mezzo.engines.arrays import Array, to_tensor
 from mezzo.engines.sglang.matrices import MatrixShards
 from mezzo.engines.sglang.shards import Shard, layer_shards
-from mezzo.engines.sglang.tensor_parts import Array, to_tensor
 from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.method import noise
 from mezzo.types import TrainedTensor, Update

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from mezzo.engines.arrays import Array, to_numpy
 from mezzo.engines.base import EngineSpec
-from mezzo.engines.sglang.adapters import LoraFactors, adapter_tensors, load_values, noise_factors
+from mezzo.engines.lora_factors import LoraFactors, load_values
+from mezzo.engines.sglang.adapters import adapter_tensors, noise_factors
 from mezzo.engines.sglang.model_facts import ModelFacts
 from mezzo.engines.sglang.server.loader import encode_updates, group_by_size
-from mezzo.engines.sglang.tensor_parts import Array, to_numpy
 from mezzo.engines.torch.forward.population import Population
 from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.types import Probe, Update
@@ -47,7 +48,7 @@ class UploadedLora(LoraFactors):
         return list(adapters)
 
     def state(self) -> dict[str, Array]:
-        return {name: to_numpy(self.population.value(name)) for name in self.population.trained}
+        return self.arrays()
 
 
 class ServerMatrices:
