@@ -17,7 +17,8 @@ from tests.processes import patience
 
 BACKENDS = {"cpu": ("torch_native", "torch_native"), "cuda": ("triton", "triton")}
 """Attention and LoRA."""
-ON_CPU = {"SGLANG_USE_CPU_ENGINE": "1"}
+ON_CPU = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+WITHOUT_MEZZO = {"SGLANG_PLUGINS": "none-of-them"}
 
 
 def free_port() -> int:
@@ -39,8 +40,10 @@ class Server:
         more: tuple[str, ...] = (),
         dtype: str = "float32",
         device: str = "cpu",
+        port: int = 0,
+        plugins: bool = True,
     ) -> None:
-        self.port, self.log = free_port(), log
+        self.port, self.log = port or free_port(), log
         self.url = f"http://127.0.0.1:{self.port}"
         options = {
             "--model-path": locate(model),
@@ -81,6 +84,7 @@ class Server:
                 env={
                     **os.environ,
                     **(ON_CPU if device == "cpu" else {}),
+                    **({} if plugins else WITHOUT_MEZZO),
                     "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(tp)),
                     "PYTHONWARNINGS": "ignore",
                 },
@@ -102,6 +106,12 @@ class Server:
                     return self
                 time.sleep(0.5)
         raise RuntimeError(f"the server did not start:\n{self.log.read_text()[-3000:]}")
+
+    def freeze(self) -> None:
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.killpg(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         if self.process.poll() is None:

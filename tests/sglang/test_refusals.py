@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import threading
@@ -14,6 +15,8 @@ import torch
 from mezzo import api
 from mezzo.engines import open_engine
 from mezzo.engines.base import EngineSpec
+from mezzo.engines.hf_hub import locate
+from mezzo.engines.sglang import model_facts
 from mezzo.engines.sglang.adapters import adapter_shape
 from mezzo.engines.sglang.inprocess import launch
 from mezzo.engines.sglang.model_facts import read_model_facts
@@ -25,7 +28,7 @@ from mezzo.engines.sglang.versions import refuse_version
 from mezzo.errors import ConfigError, ModelError, SpaceError
 from mezzo.method.space import Space
 from mezzo.runs.defaults import apply_defaults
-from tests.sglang.conftest import spec_of
+from tests.sglang.conftest import MODEL, spec_of
 from tests.sglang.servers import free_port
 
 
@@ -189,28 +192,51 @@ def shape():
 def test_server_with_unsuitable_options_is_refused(shape, case):
     changes, message = UNSUITABLE[case]
     with http_server(json.dumps({**OPTIONS, **changes}).encode()) as url, pytest.raises(ConfigError, match=message):
-        Replica(url, "m", shape, loader=LOADER)
+        Replica(url, "m", shape, loader=LOADER).connect()
 
 
 def test_server_with_suitable_options_is_accepted(shape):
     with http_server(json.dumps(OPTIONS).encode()) as url:
-        assert Replica(url, "m", shape, loader=LOADER).info.ranks == 1
+        Replica(url, "m", shape, loader=LOADER).connect()
     changes = {"custom_weight_loader": [], "dtype": "auto"}
     with http_server(json.dumps({**OPTIONS, **changes}).encode()) as url:
-        assert Replica(url, "m", shape).info.ranks == 1, "LoRA changes no weight of the server"
+        Replica(url, "m", shape).connect()  # LoRA changes no weight of the server
 
 
 def test_another_program_on_the_port_is_refused(shape):
     for body in (b"<html>hello</html>", b'{"name": "something else"}'):
         with http_server(body) as url, pytest.raises(ConfigError, match=r"not an SGLang server.*port.*--port"):
-            Replica(url, "m", shape)
+            Replica(url, "m", shape).connect()
 
 
 def test_missing_server_and_malformed_url_are_refused(shape):
     with pytest.raises(ConfigError, match=r"no server answers.*sglang\.launch_server"):
-        Replica(f"http://127.0.0.1:{free_port()}", "m", shape)
+        Replica(f"http://127.0.0.1:{free_port()}", "m", shape).connect()
     with pytest.raises(ConfigError, match="is not a URL"):
-        Replica("localhost:30000", "m", shape)
+        Replica("localhost:30000", "m", shape).connect()
+
+
+def test_missing_server_is_noticed_before_the_weights_are_read(monkeypatch):
+    monkeypatch.setattr(model_facts, "load_model", None)
+    with pytest.raises(ConfigError, match=r"no server answers.*--lora-target-modules k_proj q_proj v_proj"):
+        ServerEngine(spec_of(Space("lora"), urls=(f"http://127.0.0.1:{free_port()}",)))
+
+
+def test_checkpoint_of_another_dtype_gives_the_facts_of_the_torch_engine(tmp_path):
+    """It is read in the dtype of its file; what is computed from it is not in that dtype."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(locate(MODEL), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    for dtype in ("float32", "bfloat16"):
+        spec = EngineSpec(str(tmp_path), "causal", Space("lora"), rows=4, dtype=dtype, device="cpu")
+        torch_engine = open_engine("torch", spec)
+        facts = read_model_facts(dataclasses.replace(spec, urls=("http://127.0.0.1:1",)))
+        assert facts.base_digest == torch_engine.base_digest and facts.initial_digest == torch_engine.digest()
+        with torch.no_grad():
+            logits = model.float()(input_ids=torch.tensor([model_facts.SAMPLE_TOKENS])).logits[0, -1]
+        expected = logits.log_softmax(-1)[list(model_facts.SAMPLE_TOKENS)]
+        torch.testing.assert_close(torch.tensor(facts.sample_logprobs), expected)
 
 
 def test_masked_models_heads_and_ranks_are_refused_over_url():

@@ -7,6 +7,8 @@ import json
 import shutil
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,9 @@ import pytest
 
 from mezzo import api
 from mezzo.engines import open_engine
-from mezzo.errors import RunFailed
+from mezzo.engines.sglang.server import connection, pool, replica
+from mezzo.engines.sglang.server.loader import LOADER
+from mezzo.errors import ConfigError, RunFailed
 from mezzo.method.space import Space
 from mezzo.runs.folder import Folder
 from mezzo.types import Generation, Probe
@@ -29,9 +33,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
-    """Two servers, of which the second wants a key."""
+    """Two servers, of which the second wants a key and has no mezzo beside it."""
     folder = tmp_path_factory.mktemp("servers")
-    started = [Server(MODEL, folder / f"{i}.log", more=more) for i, more in enumerate([(), ("--api-key", "secret")])]
+    keyed = ("--api-key", "secret", "--custom-weight-loader", LOADER)
+    started = [Server(MODEL, folder / "0.log"), Server(MODEL, folder / "1.log", more=keyed, plugins=False)]
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MEZZO_API_KEY", "secret")
@@ -95,36 +100,71 @@ OPTIONS = {
 }
 
 
+def post(server: Server, path: str, body: dict) -> None:
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer secret"}
+    urllib.request.urlopen(urllib.request.Request(server.url + path, json.dumps(body).encode(), headers), timeout=60)
+
+
 def assert_same_run(a, b):
     assert len(a) == len(b) == OPTIONS["steps"]
     np.testing.assert_allclose([r.losses for r in a], [r.losses for r in b], atol=1e-5)
     assert [[seed for seed, _ in r.update.terms] for r in a] == [[seed for seed, _ in r.update.terms] for r in b]
 
 
-def test_run_resumes_on_another_server_after_kill(servers, data, tmp_path):
-    """Two replicas give the same run as one engine. One is killed in the middle of a second run; resumed on the other, the run
-    equals one that was never interrupted."""
-    uninterrupted = api.finetune(MODEL, train=data, dev=data, engine="torch", out=tmp_path / "uninterrupted", **OPTIONS)
-    urls = tuple(server.url for server in servers)
-    served = api.finetune(MODEL, train=data, dev=data, engine="sglang", url=urls, out=tmp_path / "served", **OPTIONS)
-    assert served.accuracy == uninterrupted.accuracy
-    assert_same_run(api.records(tmp_path / "served"), api.records(tmp_path / "uninterrupted"))
+def test_servers_come_and_go(servers, data, tmp_path, monkeypatch):
+    """One is frozen, one killed and started again, one renamed by somebody: the others go on, and it is taken back. When none
+    is left, the run waits and then stops; resumed, it equals one that was never interrupted."""
+    for module, name in ((connection, "LOOK_SECONDS"), (replica, "LOOK_TIMEOUT"), (pool, "FIRST_LOOK")):
+        monkeypatch.setattr(module, name, 0.5)
+    monkeypatch.setattr(pool, "LONGEST_LOOK", 0.5)
+    options = {"train": data, "dev": data, **OPTIONS}
+    uninterrupted = api.finetune(MODEL, engine="torch", out=tmp_path / "uninterrupted", **options)
+    urls, out = tuple(server.url for server in servers), tmp_path / "served"
+    session = api.open_session(MODEL, engine="sglang", url=urls, server_timeout=1.0, out=out, **options)
+    live, records = session.engine.pool.live, session.records()
 
-    session = api.open_session(
-        MODEL, train=data, dev=data, engine="sglang", url=(servers[0].url,), out=tmp_path / "cut", **OPTIONS
-    )
-    records = session.records()
-    assert [next(records).step for _ in range(3)] == [0, 1, 2]
+    def step_until(*expected: Server) -> None:
+        """At least one step, and more until these are the servers that are used."""
+        next(records)
+        while {each.url for each in live} != {server.url for server in expected}:
+            time.sleep(1)
+            session.engine.pool.servers()
+
+    step_until(*servers)
+    servers[1].freeze()
+    step_until(servers[0])
+    servers[1].thaw()
+    step_until(*servers)
     servers[0].kill()
+    servers[0] = Server(MODEL, tmp_path / "again.log", port=servers[0].port)
+    step_until(servers[1])
+    servers[0].ready()
+    step_until(*servers)
+    post(servers[0], "/update_weight_version", {"new_version": "renamed", "abort_all_requests": False})
+    step_until(*servers)
+    assert [next(records).step for _ in range(1)] == [6]
+    servers[0].freeze()
+    servers[1].freeze()
     with pytest.raises(RunFailed, match="--resume"):
         next(records)
-    assert len(api.records(tmp_path / "cut")) == 3
+    for server in servers:
+        server.thaw()
+    told = [event["text"] for event in Folder.open(out).metrics() if event["event"] == "worker"]
+    for text in (f"lost {urls[0]}: 1 of 2", f"lost {urls[1]}: 1 of 2", f"{urls[0]} is back", "waiting up to 1 seconds"):
+        assert any(text in line for line in told), (text, told)
 
-    shutil.rmtree(tmp_path / "cut" / "snapshots", ignore_errors=True)  # the journal alone must be enough
-    run = api.finetune(resume=tmp_path / "cut", url=(servers[1].url,))
-    assert run.steps == OPTIONS["steps"]
-    assert_same_run(api.records(tmp_path / "cut"), api.records(tmp_path / "uninterrupted"))
-    assert api.verify(tmp_path / "cut").ok
+    shutil.rmtree(out / "snapshots", ignore_errors=True)  # the journal alone must be enough
+    run = api.finetune(resume=out, url=urls)
+    assert run.accuracy == uninterrupted.accuracy
+    assert_same_run(api.records(out), api.records(tmp_path / "uninterrupted"))
+    assert api.verify(out).ok
+
+
+def test_server_without_mezzo_cannot_train_matrices(servers):
+    """Its loader could not be imported, which would end the server."""
+    space = Space("matrices", noise_rank=4, only=("*.q_proj.*", "*.k_proj.*", "*.v_proj.*"))
+    with pytest.raises(ConfigError, match="mezzo is not installed beside the server"):
+        open_engine("sglang", spec_of(space, urls=(servers[1].url,), exclusive_server=True))
 
 
 def test_example_takes_demonstrations_from_the_cache(servers, tmp_path):

@@ -5,6 +5,8 @@ The first server has two ranks; it is killed in the middle of a run, which is re
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import urllib.request
 
 import numpy as np
@@ -12,8 +14,10 @@ import pytest
 
 from mezzo import api
 from mezzo.engines import open_engine
+from mezzo.engines.sglang.server import base_weights, weights
 from mezzo.engines.sglang.server.loader import LOADER
-from mezzo.errors import RunFailed
+from mezzo.errors import ConfigError, RunFailed
+from mezzo.method import noise
 from mezzo.method.space import Space
 from mezzo.types import Probe
 from tests.sglang.conftest import MODEL, PAIR, UPDATES, distance, spec_of, words_batch
@@ -36,6 +40,7 @@ OPTIONS = {
     "threads": 1,
     "eval_every": 4,
 }
+SERVED = OPTIONS | {"exclusive_server": True, "server_timeout": 1.0}
 
 
 def start_server(folder, tp=1, loader=(LOADER,)):
@@ -71,12 +76,29 @@ def assert_same_weights(server: Server, expected: dict[str, np.ndarray]) -> None
         np.testing.assert_array_equal(weights, matrix[: weights.shape[0]], err_msg=name)
 
 
-def test_scores_and_weights_match_torch_engine(server):
-    reference = open_engine("torch", spec_of(MATRICES))
-    engine = open_engine("sglang", spec_of(MATRICES, urls=(server.url,)))
-    assert_same_weights(server, reference.state())
-    for e in (engine, reference):
-        e.apply(UPDATES)
+def weight_version(server: Server) -> str:
+    with urllib.request.urlopen(f"{server.url}/model_info", timeout=60) as answer:
+        return json.loads(answer.read())["weight_version"]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """The torch engine after the updates that the tests of this file make, and the base weights."""
+    engine = open_engine("torch", spec_of(MATRICES))
+    base = engine.state()
+    engine.apply(UPDATES)
+    return engine, base
+
+
+def open_on(server: Server, space: Space = MATRICES):
+    return open_engine("sglang", spec_of(space, urls=(server.url,), exclusive_server=True))
+
+
+def test_scores_and_weights_match_torch_engine(server, reference):
+    reference, base = reference
+    engine = open_on(server)
+    assert_same_weights(server, base)
+    engine.apply(UPDATES)
     assert_same_weights(server, reference.state())
     assert engine.digest() == reference.digest() and engine.base_digest == reference.base_digest
     for probes in (PAIR, (Probe(),)):
@@ -90,39 +112,101 @@ def test_scores_and_weights_match_torch_engine(server):
         e.load_state(state)
     assert distance(*scores) < 1e-4
     assert_same_weights(server, state)
+    assert weight_version(server).startswith("mezzo-")
     engine.close()
+    assert weight_version(server) == "default"
+    assert_same_weights(server, base)
+
+
+def test_order_that_cannot_be_carried_out_changes_nothing(server, reference, monkeypatch):
+    """An exception on one of its ranks would end the server, with the requests of all its clients."""
+    engine = open_on(server)
+    engine.apply(UPDATES)
+    version = weight_version(server)
+    with monkeypatch.context() as client:
+        client.setattr(noise, "VERSION", "another")
+        with pytest.raises(RunFailed, match=r"did not change its weights.*the run uses noise 'another'"):
+            engine.apply(UPDATES)
+    assert weight_version(server) == version
+    assert_same_weights(server, reference[0].state())
+    engine.close()
+    with monkeypatch.context() as client:
+        client.setattr(noise, "VERSION", "another")
+        with pytest.raises(ConfigError, match="install the same version"):
+            open_on(server)
+
+
+def test_second_run_is_refused_while_the_first_is_heard_of(server, reference, monkeypatch):
+    monkeypatch.setattr(weights, "HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr(base_weights, "SILENCE_SECONDS", 2.0)
+    engine = open_on(server)
+    engine.apply(UPDATES)
+    for space in (MATRICES, Space("lora", rank=4)):
+        with pytest.raises(ConfigError, match="another run is training the weights of the server"):
+            open_on(server, space)
+    assert_same_weights(server, reference[0].state())
+    engine.close()
+
+
+KILLED_CLIENT = """
+import sys, time
+from mezzo.engines import open_engine
+from tests.sglang.conftest import PAIR, UPDATES, spec_of
+from tests.sglang.test_server_matrices import MATRICES
+engine = open_engine("sglang", spec_of(MATRICES, urls=(sys.argv[1],), exclusive_server=True))
+engine.apply(UPDATES)
+with engine._uploaded_adapters(engine.pool.live[0], engine._adapters(PAIR)):
+    print("in a step", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_next_client_puts_back_what_a_killed_one_left(server, reference):
+    """Its weights and its adapters, also if the next one trains LoRA, which would take moved 16-bit weights for the base."""
+    killed = subprocess.Popen([sys.executable, "-c", KILLED_CLIENT, server.url], stdout=subprocess.PIPE)
+    try:
+        assert killed.stdout.readline() == b"in a step\n"
+    finally:
+        killed.kill()
+        killed.wait()
+    assert weight_version(server).startswith("mezzo-")
+    open_on(server, Space("lora", rank=4)).close()
+    assert weight_version(server) == "default"
+    assert_same_weights(server, reference[1])
+    with urllib.request.urlopen(f"{server.url}/v1/models", timeout=60) as answer:
+        assert len(json.loads(answer.read())["data"]) == 1, "the model, and no adapter"
+
+
+def test_matrices_on_a_shared_server_are_refused(server):
+    with pytest.raises(ConfigError, match="--exclusive-server"):
+        open_engine("sglang", spec_of(MATRICES, urls=(server.url,)))
 
 
 def test_run_resumes_on_another_server_after_kill(server, data, tmp_path):  # noqa: F811
     uninterrupted = api.finetune(MODEL, train=data, dev=data, engine="torch", out=tmp_path / "uninterrupted", **OPTIONS)
     session = api.open_session(
-        MODEL, train=data, dev=data, engine="sglang", url=(server.url,), out=tmp_path / "cut", **OPTIONS
+        MODEL, train=data, dev=data, engine="sglang", url=(server.url,), out=tmp_path / "cut", **SERVED
     )
     records = session.records()
     assert [next(records).step for _ in range(3)] == [0, 1, 2]
-
-    # Another run changes the server's weights: this run stops at its next request.
-    other = open_engine("sglang", spec_of(MATRICES, urls=(server.url,)))
-    assert_same_weights(server, other.state())
-    with pytest.raises(RunFailed, match="no longer holds this run's weights"):
-        next(records)
-    other.close()
-
     server.kill()
+    with pytest.raises(RunFailed, match="--resume"):
+        next(records)
     second = start_server(tmp_path)
     try:
         second.ready()
-        run = api.finetune(resume=tmp_path / "cut", url=(second.url,))
+        run = api.finetune(resume=tmp_path / "cut", url=(second.url,), exclusive_server=True)
         ours, theirs = api.records(tmp_path / "cut"), api.records(tmp_path / "uninterrupted")
         assert run.steps == len(ours) == len(theirs) == OPTIONS["steps"]
         np.testing.assert_allclose([r.losses for r in ours], [r.losses for r in theirs], atol=1e-4)
         assert api.verify(tmp_path / "cut").ok
         assert run.accuracy == uninterrupted.accuracy
-        rebuilt, _ = api.open_run(tmp_path / "cut", at=run.best_step)
-        assert_same_weights(second, rebuilt.state())
 
         # Evaluated at the base model, the same server shows no trace of the run.
-        served = api.evaluate(tmp_path / "cut", data=data, at=0, engine="sglang", url=(second.url,))
+        assert weight_version(second) == "default"
+        served = api.evaluate(
+            tmp_path / "cut", data=data, at=0, engine="sglang", url=(second.url,), exclusive_server=True
+        )
         base = api.evaluate(model=MODEL, task="sst-2", data=data, engine="sglang", url=(second.url,))
         assert served.accuracy == base.accuracy == run.zero_shot
         assert base.calibrated == served.calibrated

@@ -56,6 +56,11 @@ class RunConfig:
         at_least=1, at_most=1024, commands=USE, resumable=True, reopen="machine")
     url: tuple[str, ...] = option("model", (), "SGLang servers to use instead of starting one; several share each batch",
         contacts=bool, address=True, placeholder="ADDRESS", commands=USE, resumable=True, reopen="machine")
+    exclusive_server: bool = option("model", False,
+        "the servers have no other clients: --space matrices may change their weights until the run ends",
+        commands=USE, resumable=True, reopen="machine")
+    server_timeout: float = option("model", 600.0, "seconds to wait for a server when none answers any more",
+        positive=True, commands=USE, resumable=True, reopen="machine")
     remote_code: bool = option("model", False, "allow code that comes with a hub model to run",
         runs_code=bool, commands=(*USE, "tasks"), resumable=True, reopen="machine")
 

@@ -64,6 +64,10 @@ class EngineSpec:
     """Keep the frozen base in `8bit` or `4bit`."""
     tp: int = 1
     urls: tuple[str, ...] = ()
+    exclusive_server: bool = False
+    """The servers have no other clients, so that their own weights may be changed."""
+    server_timeout: float = 600.0
+    """Seconds to wait for a server when none answers."""
 
 
 class Engine(Protocol):
@@ -141,6 +145,13 @@ class FeatureEngine(Protocol):
 
     def features(self, prompts: Sequence[Prompt]) -> npt.NDArray[np.float32]:
         """[B, width]: what the last layer of the LM head reads at each prompt's position."""
+
+
+@runtime_checkable
+class ReportingEngine(Protocol):
+    """What an engine has besides, where servers that it uses may be lost and come back."""
+
+    report: Callable[[str], None]
 
 
 @runtime_checkable

@@ -52,7 +52,7 @@ ENGINES: dict[str, EngineInfo] = {
         factory="mezzo.engines.sglang:open_engine",
         spaces=("lora", "matrices"),
         low_rank_spaces=("matrices",),
-        options=("tp", "url"),
+        options=("tp", "url", "exclusive_server", "server_timeout"),
         pins_cores=True,
     ),
 }

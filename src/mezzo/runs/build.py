@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from mezzo.config import RunConfig, flatten, from_mapping
-from mezzo.engines.base import Engine, Workers
+from mezzo.engines.base import Engine, ReportingEngine, Workers
 from mezzo.errors import ConfigError, JournalError
 from mezzo.journal.atomic_files import remove_leftovers
 from mezzo.journal.content import MAX_NOTES, read
@@ -100,8 +100,9 @@ def resume_run(
         remembered = flatten({**header.config, **stored})  # no table hides an option from the checks
         check_same_objective(str(remembered.get("objective")), function, changes.pop("objective", None))
         check_named_again(remembered, changes)
-        # A model's own code runs only where the user asks for it, not because a file says so.
-        config = from_mapping({**remembered, "remote_code": False, **changes, "out": str(folder.path)})
+        # A model's own code runs, and a server's weights change, only where the user asks for it, not because a file says so.
+        again = {"remote_code": False, "exclusive_server": False}
+        config = from_mapping({**remembered, **again, **changes, "out": str(folder.path)})
         check_installed(config.track)
         own = function or find_function(config.objective)
         setup = resolve_setup(config, get_task(dict(header.task)), own)
@@ -181,6 +182,8 @@ def _start(
                 lambda text: events("worker", {"step": trainer.step, "text": text}),
                 folder.wanted_workers,
             )
+        elif isinstance(engine, ReportingEngine):
+            engine.report = lambda text: events("worker", {"step": trainer.step, "text": text})
         session = Session(setup, engine, folder, journal, trainer, events, seconds)
         session.untrained = read_zero_shot(content, setup.splits.test, setup.task)
         session.begin()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mezzo.config import flatten, from_mapping, option_names, unnamed_options
+from mezzo.config import OPTIONS, flatten, from_mapping, option_names, unnamed_options
 from mezzo.engines import open_engine
 from mezzo.engines.base import Engine
 from mezzo.errors import ConfigError, JournalError
@@ -62,7 +62,11 @@ def open_base_engine(content: Content, function: Any = None, **changes: Any) -> 
         raise ConfigError(f"{', '.join(refused)} belongs to the run and cannot be changed after it")
     # Weights do not depend on what ran the model: unless an engine is named, this process rebuilds them itself.
     here: dict[str, Any] = {} if "engine" in given else {"engine": "torch", "tp": 1}
-    here |= {"device": "auto", "threads": None, "eval_limit": None}  # these belonged to the machine of the run
+    # These belonged to the machine of the run, or to its servers.
+    here |= {
+        name: OPTIONS[name].default
+        for name in ("device", "threads", "eval_limit", "server_timeout", "exclusive_server")
+    }
     header = content.header
     try:
         recorded = flatten(header.config)

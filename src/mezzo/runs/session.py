@@ -285,10 +285,12 @@ class Session:
 
     def close(self) -> None:
         """Release the run folder and the engine. `result()` does, and so does an error."""
-        self.events.trackers.close()
-        self.journal.close()
-        self.folder.close()
-        self.engine.close()
+        try:
+            self.engine.close()  # first: it may have something to report
+        finally:
+            self.events.trackers.close()
+            self.journal.close()
+            self.folder.close()
 
     def __del__(self) -> None:
         """A session that nobody closed keeps no files open, and no lock."""

@@ -166,6 +166,8 @@ class Setup:
             gradients=config.method == "adam",
             tp=config.tp,
             urls=config.url,
+            exclusive_server=config.exclusive_server,
+            server_timeout=config.server_timeout,
         )
 
     def open_engine(self) -> Engine:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mezzo.engines.lora_factors import module_of, peft_names, projection_of
 from mezzo.engines.sglang.module_names import FUSED, sglang_path
-from mezzo.engines.sglang.support import TRAINABLE_SPACES
+from mezzo.engines.sglang.support import PROJECTIONS, TRAINABLE_SPACES
 from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.errors import ModelError
 from mezzo.method.space import Space
@@ -45,7 +45,18 @@ def adapter_shape(space: Space, trained: Sequence[TrainedTensor]) -> AdapterShap
     """The shape of a space's adapters; None if SGLang cannot train it."""
     if space.kind not in TRAINABLE_SPACES:
         return None
-    targets = {projection_of(sglang_path(module_of(t.name))) for t in trained}
+    return _shape_on(space, {projection_of(sglang_path(module_of(t.name))) for t in trained})
+
+
+def likely_shape(space: Space) -> AdapterShape | None:
+    """The same before the model's tensors are known, for advice."""
+    if space.kind not in TRAINABLE_SPACES:
+        return None
+    lora = space.targets or ("q_proj", "v_proj")
+    return _shape_on(space, set(lora if space.kind == "lora" else PROJECTIONS[:-1]))
+
+
+def _shape_on(space: Space, targets: set[str]) -> AdapterShape:
     for projections in FUSED.values():  # SGLang stacks these and needs all of a stack
         targets |= set(projections) if targets & set(projections) else set()
     rank = space.rank if space.kind == "lora" else space.noise_rank

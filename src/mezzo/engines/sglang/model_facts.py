@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from mezzo.engines.arrays import Array, to_numpy
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.hf_hub import load_config
 from mezzo.engines.sglang.support import TRAINABLE_SPACES, refuse_architecture, refuse_space, refuse_tensors
@@ -42,27 +45,56 @@ def read_model_facts(spec: EngineSpec) -> ModelFacts:
     refuse_architecture(load_config(spec.model, spec.remote_code).model_type, spec.family)
     if space.kind in TRAINABLE_SPACES:
         refuse_space(space)
-    model = load_model(
-        spec.model, spec.family, seed=spec.seed, dtype=getattr(torch, spec.dtype), remote_code=spec.remote_code
-    )
+    dtype = getattr(torch, spec.dtype)
+    # In the dtype of its file a checkpoint is mapped into memory, not copied: a client of servers needs no room for it.
+    model = load_model(spec.model, spec.family, seed=spec.seed, dtype="auto", remote_code=spec.remote_code)
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
-    model.float()  # it runs here on a CPU, in float32; `parameters` keep the dtype they are stored in
-    tensors = catalog.catalogue(model)
+    with computing_in_float32(model):
+        tensors = catalog.catalogue(model)
+        sample_logprobs = _sample_logprobs(model) if spec.urls else ()
     trained = select(space, tensors)
     if space.kind in TRAINABLE_SPACES:
         refuse_tensors(space, trained)
-    initial = (
-        (t.name, parameters[t.name] if t.name in parameters else initial_lora_factor(t, spec.seed)) for t in trained
-    )
+    matrices = {t.name: parameters[t.name].to(dtype) for t in trained if t.name in parameters}
+    initial = matrices or {t.name: initial_lora_factor(t, spec.seed) for t in trained}
     return ModelFacts(
-        base_digest=catalog.digest_of(parameters.items()),
+        base_digest=catalog.digest_of(parameters.items(), dtype),
         parameters=sum(p.numel() for p in parameters.values()),
         trained=trained,
         frozen=untrained_partners(space, trained, tensors),
-        initial_digest=catalog.digest_of(initial),
-        sample_logprobs=_sample_logprobs(model) if spec.urls else (),
-        matrices={t.name: parameters[t.name] for t in trained} if spec.urls and space.kind == "matrices" else {},
+        initial_digest=catalog.digest_of(initial.items()),
+        sample_logprobs=sample_logprobs,
+        matrices=matrices if spec.urls and space.kind == "matrices" else {},
     )
+
+
+@contextmanager
+def computing_in_float32(model: torch.nn.Module) -> Iterator[None]:
+    """Inside the block each module computes with float32 copies of its parameters, which exist only while it runs."""
+    stored: dict[torch.nn.Module, dict[str, Any]] = {}
+
+    def convert(module: torch.nn.Module, _: Any) -> None:
+        stored[module] = dict(module._parameters)
+        for name, parameter in stored[module].items():
+            if parameter is not None:
+                module._parameters[name] = torch.nn.Parameter(parameter.float(), requires_grad=False)
+
+    def restore(module: torch.nn.Module, *_: Any) -> None:
+        module._parameters.update(stored.pop(module))
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if any(each.dtype != torch.float32 for each in module.parameters(recurse=False)):
+                hooks.enter_context(module.register_forward_pre_hook(convert))
+                hooks.enter_context(module.register_forward_hook(restore, always_call=True))
+        yield
+
+
+def read_matrices(spec: EngineSpec, names: Sequence[str]) -> dict[str, Array]:
+    """The checkpoint's own values of some matrices."""
+    dtype = getattr(torch, spec.dtype)
+    model = load_model(spec.model, spec.family, seed=spec.seed, dtype=dtype, remote_code=spec.remote_code)
+    return {name: to_numpy(model.get_parameter(name)) for name in names}
 
 
 @torch.no_grad()

@@ -107,10 +107,11 @@ def trace_modules(model: nn.Module) -> ModuleTrace:
     return trace
 
 
-def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over names, types, shapes and bits, in order of names."""
+def digest_of(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> str:
+    """SHA-256 over names, types, shapes and bits, in order of names; with `dtype`, of what they are in that type."""
     total = hashlib.sha256()
-    for name, tensor in sorted(tensors, key=lambda item: item[0]):
+    for name, stored in sorted(tensors, key=lambda item: item[0]):
+        tensor = stored.to(dtype) if dtype and stored.is_floating_point() else stored
         total.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         total.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()

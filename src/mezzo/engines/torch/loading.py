@@ -6,7 +6,7 @@ import importlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -30,13 +30,13 @@ def load_model(
     *,
     classes: int = 0,
     seed: int = 0,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | Literal["auto"] = torch.float32,
     remote_code: bool = False,
     quantize: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """The model in eval mode; with `classes`, a classification head whose fresh weights depend on `seed` alone.
 
-    `quantize` are the options of `quantized.loading_options`.
+    `dtype` "auto" is that of the file. `quantize` are the options of `quantized.loading_options`.
     """
     import transformers
 

@@ -1,4 +1,4 @@
-"""What SGLang loads into each of its processes (entry point `sglang.srt.plugins`): one method, inert until mezzo calls it."""
+"""What SGLang loads into each of its processes (entry point `sglang.srt.plugins`): inert until mezzo calls or asks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,26 @@ from typing import Any
 
 from mezzo.engines.sglang.inprocess.channel import METHOD, answer_request
 
+QUESTION = "mezzo."
+
 
 def register() -> None:
-    """Add the method that `Engine.collective_rpc` calls on every rank."""
+    """Add the method that `Engine.collective_rpc` calls on every rank, and answer questions of mezzo's clients."""
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tp_worker import TpModelWorker
 
     setattr(Scheduler, METHOD, _call)
+    weights_by_name = TpModelWorker.get_weights_by_name
+
+    def get_weights_by_name(worker: Any, recv_req: Any) -> Any:
+        """SGLang's own answer, except to names that no parameter has."""
+        if not recv_req.name.startswith(QUESTION):
+            return weights_by_name(worker, recv_req)
+        from mezzo.engines.sglang.server.loader import answer
+
+        return answer(worker.model_runner.model, recv_req.name)
+
+    TpModelWorker.get_weights_by_name = get_weights_by_name
 
 
 def _call(scheduler: Any, request: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from typing import Any
 
 MAX_RANKS = 1024
+DISAGREE = "the ranks disagree"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +23,35 @@ class ServerInfo:
     lora_targets: tuple[str, ...]
     loras_per_batch: int | None
     loaders: tuple[str, ...]
+    process: str
+    """What differs between two starts of a server with the same options."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightStatus:
+    """What mezzo's loader on a server says of its weights."""
+
+    noise: str
+    version: str
+    """The loader's name of the weights; empty: as the server read them."""
+    owner: str
+    """The client whose orders it carried out last."""
+    base_name: str
+    moved: tuple[str, ...]
+    error: str
+    silent_seconds: float
+    """How long ago the owner was heard of."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartDigest:
+    """The digest of one rank's rows and columns of a matrix."""
+
+    name: str
+    rows: tuple[int, int]
+    cols: tuple[int, int]
+    dtype: str
+    digest: str
 
 
 def parse_info(info: Any) -> ServerInfo:
@@ -34,7 +65,56 @@ def parse_info(info: Any) -> ServerInfo:
         lora_targets=tuple(_text(name) for name in info.get("lora_target_modules") or ["all"]),
         loras_per_batch=_count(info["max_loras_per_batch"]) if info.get("max_loras_per_batch") else None,
         loaders=tuple(_text(name) for name in info.get("custom_weight_loader") or ()),
+        process=str((info.get("startup_time"), info.get("random_seed")))[:1000],
     )
+
+
+def parse_loader_answer(answer: Any) -> list[Any]:
+    """The answer of mezzo's loader, one value for each rank: JSON, whose bytes SGLang sends as the values of a weight."""
+    ranks = json.loads(bytes(_count(int(byte), 255, at_least=0) for byte in answer))
+    for rank in ranks:
+        if isinstance(rank, dict) and set(rank) == {"error"}:
+            raise ValueError(_text(rank["error"]))
+    return list(ranks)
+
+
+def parse_status(answer: Any) -> WeightStatus:
+    """What the ranks agree on; their disagreement is an error, and no version that a client could expect."""
+    ranks = [
+        WeightStatus(
+            **{name: _text(rank[name]) for name in ("noise", "version", "owner", "base_name", "error")},
+            moved=tuple(_text(name) for name in rank["moved"]),
+            silent_seconds=float(rank["silent_seconds"]),
+        )
+        for rank in parse_loader_answer(answer)
+    ]
+    errors = [rank.error for rank in ranks if rank.error]
+    agree = len({rank.version for rank in ranks}) == 1
+    return replace(
+        ranks[0],
+        version=ranks[0].version if agree else DISAGREE,
+        error=errors[0] if errors else "" if agree else DISAGREE,
+        moved=tuple(dict.fromkeys(name for rank in ranks for name in rank.moved)),
+    )
+
+
+def parse_digests(answer: Any) -> list[PartDigest]:
+    return [
+        PartDigest(
+            _text(name),
+            (_place(rows[0]), _place(rows[1])),
+            (_place(cols[0]), _place(cols[1])),
+            _text(dtype),
+            _text(digest),
+        )
+        for rank in parse_loader_answer(answer)
+        for name, rows, cols, dtype, digest in rank
+    ]
+
+
+def parse_adapter_names(answer: Any) -> list[str]:
+    """The adapters in the list of models that a server offers."""
+    return [_text(model["id"]) for model in answer["data"] if model.get("parent")]
 
 
 def parse_weight_version(answer: Any) -> str:
@@ -67,6 +147,10 @@ def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > 4096:
         raise TypeError(f"{str(value)[:40]!r} is not a name")
     return value
+
+
+def _place(value: Any) -> int:
+    return _count(value, at_least=0)
 
 
 def _count(value: Any, at_most: int = 2**31 - 1, at_least: int = 1) -> int:

@@ -6,10 +6,11 @@ import contextlib
 import http.client
 import json
 import os
-import urllib.error
-import urllib.request
+import select
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from mezzo.errors import ConfigError
 
@@ -17,36 +18,67 @@ API_KEY = "MEZZO_API_KEY"
 LARGEST_ANSWER = 2**27
 # Bytes that are shown of an error page.
 SHOWN = 300
+# Seconds without an answer after which the client looks whether the server is still there.
+LOOK_SECONDS = 15.0
 T = TypeVar("T")
 
 
 class BadAnswer(Exception):
-    """A server did not answer, or not as SGLang does. `status` is that of HTTP, 0 where there is none."""
+    """A server did not answer (`lost`), or not as SGLang does. `status` is that of HTTP, 0 where there is none."""
 
-    def __init__(self, reason: str, status: int = 0) -> None:
+    def __init__(self, reason: str, status: int = 0, lost: bool = False) -> None:
         super().__init__(reason)
-        self.status = status
+        self.status, self.lost = status, lost
 
 
-def send(url: str, body: Mapping[str, Any] | None, timeout: float) -> bytes:
-    """The answer to a POST, or without a body to a GET."""
+def send(
+    url: str, body: Mapping[str, Any] | None, timeout: float, still_there: Callable[[], bool] | None = None
+) -> bytes:
+    """The answer to a POST, or without a body to a GET.
+
+    While it waits, it asks every few seconds whether the server is `still_there`: a computation may take long, but a server that
+    does not answer anything is lost.
+    """
     key = _api_key()
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-    request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
     try:
-        with _OPENER.open(request, timeout=timeout) as answer:
-            data: bytes = answer.read(LARGEST_ANSWER + 1)
-    except urllib.error.HTTPError as error:
-        page = b""
-        with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
-            page = error.read(SHOWN)
-        reason = _without_key(f"HTTP {error.code}: {page.decode(errors='replace')}", key)
-        raise BadAnswer(reason, error.code) from None
+        with contextlib.closing(_connect(url, timeout)) as connection:
+            path = url.split("/", 3)[3]
+            data = None if body is None else json.dumps(body).encode()
+            connection.request("GET" if body is None else "POST", f"/{path}", data, headers)
+            if still_there is not None:
+                _wait_for_answer(connection, timeout, still_there)
+            answer = connection.getresponse()
+            if answer.status >= 300:  # a redirect is not followed: prompts and the key go to no other address
+                page = b""
+                with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+                    page = answer.read(SHOWN)
+                reason = _without_key(f"HTTP {answer.status}: {page.decode(errors='replace')}", key)
+                raise BadAnswer(reason, answer.status)
+            content = answer.read(LARGEST_ANSWER + 1)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise BadAnswer(_without_key(str(error)[:SHOWN] or type(error).__name__, key)) from None
-    if len(data) > LARGEST_ANSWER:
+        raise BadAnswer(_without_key(str(error)[:SHOWN] or type(error).__name__, key), lost=True) from None
+    if len(content) > LARGEST_ANSWER:
         raise BadAnswer(f"it sent more than {LARGEST_ANSWER:,} bytes")
-    return data
+    return content
+
+
+def _connect(url: str, timeout: float) -> http.client.HTTPConnection:
+    """A connection without proxies."""
+    address = urlsplit(url)
+    kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+    return kind(address.hostname or "", address.port, timeout=timeout)
+
+
+def _wait_for_answer(connection: http.client.HTTPConnection, timeout: float, still_there: Callable[[], bool]) -> None:
+    """Return when an answer begins; TimeoutError if the server is gone, or takes longer than `timeout`."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if select.select([connection.sock], [], [], LOOK_SECONDS)[0]:
+            return
+        if not still_there():
+            raise TimeoutError("it stopped answering")
+    raise TimeoutError(f"no answer in {timeout:.0f} seconds")
 
 
 def read_answer(data: bytes, parse: Callable[[Any], T]) -> T:
@@ -68,13 +100,3 @@ def _api_key() -> str:
 
 def _without_key(text: str, key: str) -> str:
     return text.replace(key, "…") if key else text
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Prompts, weights and the key go to the address that the user gave and to no other."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())

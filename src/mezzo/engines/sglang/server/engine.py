@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,21 +13,26 @@ from mezzo.engines.arrays import Array
 from mezzo.engines.base import Continuations, EngineSpec
 from mezzo.engines.hf_hub import locate
 from mezzo.engines.microbatch import empty_scores
-from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD
+from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD, likely_shape
 from mezzo.engines.sglang.base import SGLangEngine
-from mezzo.engines.sglang.model_facts import SAMPLE_TOKENS, ModelFacts
+from mezzo.engines.sglang.model_facts import SAMPLE_TOKENS, ModelFacts, read_matrices
 from mezzo.engines.sglang.requests import count_tokens, generation_body, parse_scores, prefix_bodies, scoring_body
 from mezzo.engines.sglang.server.answers import parse_tokens
+from mezzo.engines.sglang.server.base_weights import reset_to_base
+from mezzo.engines.sglang.server.client_names import is_leftover, name_adapter, name_client
 from mezzo.engines.sglang.server.loader import LOADER
+from mezzo.engines.sglang.server.pool import Pool
 from mezzo.engines.sglang.server.replica import Replica
-from mezzo.engines.sglang.server.weights import ClientWeights, FrozenModel, ServerMatrices, UploadedLora
-from mezzo.engines.sglang.support import refuse_space
+from mezzo.engines.sglang.server.weights import AdapterTensors, ClientWeights, FrozenModel, ServerMatrices, UploadedLora
+from mezzo.engines.sglang.support import refuse_head, refuse_space
 from mezzo.engines.token_rows import TokenCounts, TokenRow, token_rows, write_scores
-from mezzo.errors import ConfigError, ModelError, RunFailed
+from mezzo.errors import ConfigError, MezzoError, ModelError, RunFailed
 from mezzo.types import Batch, Generation, Probe, Readout, Scores, Update
 
 # How far a server's log-probabilities may differ from the checkpoint's.
 LOGPROB_TOLERANCE, LOGPROB_TOLERANCE_16_BIT = 1e-3, 0.2
+# An adapter under its name; None: the servers' own weights.
+NamedAdapter = tuple[str, AdapterTensors] | None
 
 
 class ServerEngine(SGLangEngine):
@@ -39,35 +43,59 @@ class ServerEngine(SGLangEngine):
             raise ModelError("over --url the sglang engine trains causal models; leave --url out for a masked one")
         if spec.tp != 1:
             raise ConfigError("--tp is the server's own option: give it to sglang.launch_server instead")
-        super().__init__(spec)
         in_place = spec.space.kind == "matrices"
+        if in_place and not spec.exclusive_server:
+            raise ConfigError(
+                "training matrices changes the server's own weights, and the answers that its other clients get: add "
+                "--exclusive-server if it has none, or use --space lora, which changes nothing for others"
+            )
+        refuse_head(spec.classes)
         path, loader = locate(spec.model), LOADER if in_place else ""
-        self.replicas = [Replica(url, path, self.adapter_shape, spec.dtype, loader) for url in spec.urls]
-        self._name, self._number = f"mezzo-{self.base_digest[:12]}-{uuid.uuid4().hex[:8]}", 0
-        self._threads = ThreadPoolExecutor(len(self.replicas))
+        for url in spec.urls:  # before the weights are read, which may take minutes
+            Replica(url, path, likely_shape(spec.space), spec.dtype, loader).read_info()
+        super().__init__(spec)
+        self._name, self._number = name_client(), 0
         self.weights: ClientWeights = FrozenModel()
+        replicas = [Replica(url, path, self.adapter_shape, spec.dtype, loader) for url in spec.urls]
+        self.pool = Pool(replicas, self._admit, spec.server_timeout)
         if in_place:
-            self.weights = ServerMatrices(spec, self.facts, self._write_weights)
-            self._reset_to_base(self.weights)
+            self.weights = ServerMatrices(spec, self.facts, self._name, self.pool.on_all)
         elif spec.space.kind == "lora":
             self.weights = UploadedLora(spec, self.facts.trained, self.facts.frozen, torch.device("cpu"))
-        for replica in self.replicas:
-            _refuse_other_model(replica, self.facts)
-            replica.start_run()
+        try:
+            for replica in replicas:
+                self._admit(replica)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def report(self) -> Callable[[str], None]:
+        """Where to say that a server was lost, or is back."""
+        return self.pool.report
+
+    @report.setter
+    def report(self, report: Callable[[str], None]) -> None:
+        self.pool.report = report
 
     def score(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
         """scores[P, B, C]: the two signs as adapters of one request, a share of the examples to each server."""
-        rows, scores = token_rows(batch), empty_scores(batch, len(probes))
-        shares = [rows[index :: len(self.replicas)] for index in range(len(self.replicas))]
-        work = [(replica, share) for replica, share in zip(self.replicas, shares, strict=True) if share]
+        scores = empty_scores(batch, len(probes))
         for first in range(0, len(probes), PROBES_PER_FORWARD):
-            with self._uploaded_adapters(probes[first : first + PROBES_PER_FORWARD]) as adapters:
-                futures = [
-                    self._threads.submit(_score_rows, replica, share, adapters, batch.readout)
-                    for replica, share in work
-                ]
-                for (_, share), future in zip(work, futures, strict=True):
-                    values, token_counts = future.result()
+            pair, rows = probes[first : first + PROBES_PER_FORWARD], token_rows(batch)
+            while rows:
+                servers = self.pool.servers()
+                adapters = self._adapters(pair)  # under names of their own for each attempt
+                work = [(s, share) for i, s in enumerate(servers) if (share := rows[i :: len(servers)])]
+                found = self.pool.run(
+                    [(s, partial(self._score_share, s, share, adapters, batch.readout)) for s, share in work]
+                )
+                rows = []
+                for (_, share), result in zip(work, found, strict=True):
+                    if result is None:
+                        rows += share
+                        continue
+                    values, token_counts = result
                     self.token_counts += token_counts
                     for index in range(len(adapters)):
                         start = index * len(share)
@@ -79,13 +107,15 @@ class ServerEngine(SGLangEngine):
         self.weights.apply(updates)
 
     def generate(self, batch: Batch, probes: Sequence[Probe], generation: Generation) -> Continuations:
-        """Greedy continuations, by the first server."""
-        texts, count = [], generation.max_new_tokens
-        for probe in probes:
-            with self._uploaded_adapters([probe]) as (adapter,):
+        """Greedy continuations, by one of the servers."""
+        count = generation.max_new_tokens
+
+        def generate(replica: Replica, probe: Probe) -> list[list[tuple[int, ...]]]:
+            with self._uploaded_adapters(replica, self._adapters([probe])) as (adapter,):
                 body = generation_body(batch, count, adapter)
-                texts.append(self.replicas[0].generate(body, lambda rows: [[parse_tokens(row, count)] for row in rows]))
-        return texts
+                return replica.generate(body, lambda rows: [[parse_tokens(row, count)] for row in rows])
+
+        return [self.pool.on_first(partial(generate, probe=probe)) for probe in probes]
 
     def state(self) -> dict[str, Array]:
         return self.weights.state()
@@ -95,60 +125,60 @@ class ServerEngine(SGLangEngine):
         self.weights.load(tensors)
 
     def describe(self) -> dict[str, Any]:
-        return super().describe() | {
-            "device": ", ".join(replica.url for replica in self.replicas),
-            "sglang": self.replicas[0].info.version,
-            "tp": self.replicas[0].info.ranks,
-        }
+        info = self.pool.first.info
+        return super().describe() | {"device": ", ".join(self.spec.urls), "sglang": info.version, "tp": info.ranks}
 
     def close(self) -> None:
-        self._threads.shutdown()
-
-    # ---- weights in the servers
-
-    def _write_weights(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Send tensors to the loader of every server, under a new `weight_version` that nobody else uses."""
-        version = self._next_name()
-        list(self._threads.map(lambda replica: replica.write_weights(named, LOADER, version), self.replicas))
-
-    def _reset_to_base(self, weights: ServerMatrices) -> None:
-        """Send the checkpoint's matrices if a run of this model has changed a server.
-
-        An empty list of updates goes to all servers: it shows that the loader works before a step depends on it.
-        """
-        model_name = self._name.rsplit("-", 1)[0]
-        if any(replica.weight_version().startswith(model_name) for replica in self.replicas):
-            weights.load(weights.state())
+        """Leave the servers as they were found."""
         try:
-            weights.apply([])
-        except ConfigError as error:
-            raise ConfigError(f"{error}. Is mezzo installed beside the server? Its log says why") from None
+            self.weights.close()
+        except MezzoError as error:
+            self.report(
+                f"a server could not be put back to the untrained model ({error}); the next run there will do it"
+            )
+        finally:
+            self.pool.close()
+
+    def _admit(self, replica: Replica) -> None:
+        """Check a server, put it back to the base if a dead run left it changed, and bring it to this run's weights."""
+        replica.connect()
+        _remove_leftovers(replica)
+        reset_to_base(replica, self._name, partial(read_matrices, self.spec))
+        _refuse_other_model(replica, self.facts)
+        self.weights.attach(replica)
+        replica.start_run()
 
     # ---- adapters
 
-    def _next_name(self) -> str:
-        self._number += 1
-        return f"{self._name}-{self._number}"
+    def _adapters(self, probes: Sequence[Probe]) -> list[NamedAdapter]:
+        """The probes' adapters and new names for them; None where the servers' own weights are the probe."""
+        adapters: list[NamedAdapter] = []
+        for tensors in self.weights.adapters(probes):
+            self._number += 1
+            adapters.append((name_adapter(self._name, self._number), tensors) if tensors else None)
+        return adapters
 
     @contextmanager
-    def _uploaded_adapters(self, probes: Sequence[Probe]) -> Iterator[list[str | None]]:
-        """Names of the probes' adapters, which every server holds inside the block; None: the servers' own weights."""
-        stem = self._next_name()
-        names = [f"{stem}-{index}" for index in range(len(probes))]
-        adapters = {
-            name: adapter for name, adapter in zip(names, self.weights.adapters(probes), strict=True) if adapter
-        }
-        for replica in self.replicas:
-            for name, tensors in adapters.items():
-                assert self.adapter_shape is not None
-                replica.load_adapter(name, tensors, self.adapter_shape)
+    def _uploaded_adapters(self, replica: Replica, adapters: Sequence[NamedAdapter]) -> Iterator[list[str | None]]:
+        """Names of the adapters, which the server holds inside the block."""
+        replica.check_same_process()
+        names: list[str] = []
         try:
-            yield [name if name in adapters else None for name in names]
+            for name, tensors in filter(None, adapters):
+                assert self.adapter_shape is not None
+                names.append(name)
+                replica.load_adapter(name, tensors, self.adapter_shape)
+            yield [adapter[0] if adapter else None for adapter in adapters]
         finally:
-            for replica in self.replicas:
-                for name in adapters:
-                    with suppress(RunFailed):  # a lost server has lost its adapters too
-                        replica.unload_adapter(name)
+            for name in names:
+                with suppress(RunFailed):  # a lost server has lost its adapters too
+                    replica.unload_adapter(name)
+
+    def _score_share(
+        self, replica: Replica, rows: Sequence[TokenRow], adapters: Sequence[NamedAdapter], readout: Readout
+    ) -> tuple[list[Any], TokenCounts]:
+        with self._uploaded_adapters(replica, adapters) as names:
+            return _score_rows(replica, rows, names, readout)
 
 
 def _score_rows(
@@ -160,6 +190,14 @@ def _score_rows(
     body = scoring_body(every, [adapter for adapter in adapters for _ in rows], readout)
     scores, count = replica.generate(body, lambda found: (parse_scores(every, found, readout), count_tokens(found)))
     return scores, sum(counts, count)
+
+
+def _remove_leftovers(replica: Replica) -> None:
+    """Unload the adapters of clients that were killed in mid-step."""
+    with suppress(MezzoError):  # the list is a help, not a need
+        for name in replica.adapter_names():
+            if is_leftover(name):
+                replica.unload_adapter(name)
 
 
 def _refuse_other_model(replica: Replica, facts: ModelFacts) -> None:

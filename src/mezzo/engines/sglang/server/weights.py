@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -11,15 +14,24 @@ from mezzo.engines.arrays import Array, to_numpy
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.lora_factors import LoraFactors, load_values
 from mezzo.engines.sglang.adapters import adapter_tensors, noise_factors
-from mezzo.engines.sglang.model_facts import ModelFacts
-from mezzo.engines.sglang.server.loader import encode_updates, group_by_size
+from mezzo.engines.sglang.model_facts import ModelFacts, read_matrices
+from mezzo.engines.sglang.server.base_weights import (
+    HEARTBEAT_SECONDS,
+    check_digests,
+    restore_base,
+    write_matrices,
+)
+from mezzo.engines.sglang.server.loader import Order, describe_updates
+from mezzo.engines.sglang.server.replica import Replica
 from mezzo.engines.torch.forward.population import Population
 from mezzo.engines.torch.weights.noise import NoiseSource
+from mezzo.errors import ConfigError, MezzoError
+from mezzo.method import noise
 from mezzo.types import Probe, Update
 
 AdapterTensors = dict[str, Tensor]
-# Sends named tensors to the loader of every server.
-WriteWeights = Callable[[Sequence[tuple[str, Tensor]]], None]
+# Does something on every server that answers.
+OnServers = Callable[[Callable[[Replica], None]], None]
 
 
 class FrozenModel:
@@ -34,6 +46,10 @@ class FrozenModel:
         return {}
 
     def load(self, tensors: Mapping[str, Array]) -> None: ...
+
+    def attach(self, replica: Replica) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class UploadedLora(LoraFactors):
@@ -50,6 +66,10 @@ class UploadedLora(LoraFactors):
     def state(self) -> dict[str, Array]:
         return self.arrays()
 
+    def attach(self, replica: Replica) -> None: ...
+
+    def close(self) -> None: ...
+
 
 class ServerMatrices:
     """Matrices inside the servers: a probe is an adapter, an update is sent as (seed, coefficient) pairs.
@@ -57,11 +77,42 @@ class ServerMatrices:
     Weights cannot be read back from a server in full, so the client keeps a copy and updates it when the state is needed.
     """
 
-    def __init__(self, spec: EngineSpec, facts: ModelFacts, write: WriteWeights) -> None:
-        self.trained, self.write = facts.trained, write
+    def __init__(self, spec: EngineSpec, facts: ModelFacts, client: str, on_servers: OnServers) -> None:
+        self.spec, self.trained, self.client, self.on_servers = spec, facts.trained, client, on_servers
         self.source = NoiseSource(spec.noise_kind, torch.device("cpu"))
         self.copy = Population([(t, facts.matrices[t.name]) for t in facts.trained], self.source)
         self.pending_updates: list[Update] = []
+        self.moved = False
+        """The weights are not the base any more."""
+        self.base_names: dict[Replica, str] = {}
+        """SGLang's `weight_version` of the untrained model on each server that was taken over."""
+        self._count = 0
+        self._closed = threading.Event()
+        self._heartbeat = threading.Thread(target=self._show_life, daemon=True)
+
+    def attach(self, replica: Replica) -> None:
+        """Take over a server that holds the base, and bring it to the run's weights."""
+        status = replica.weight_status()
+        if status is None:
+            raise ConfigError(
+                f"mezzo is not installed beside the server at {replica.url}, or another version: it cannot update its own "
+                "weights, as --space matrices needs. Use --space lora, or install mezzo there and restart it"
+            )
+        if status.noise != noise.VERSION:
+            raise ConfigError(
+                f"the mezzo beside the server at {replica.url} makes noise {status.noise!r}, this one {noise.VERSION!r}: "
+                "install the same version"
+            )
+        self.base_names[replica] = replica.weight_version()
+        replica.loader_version = status.version
+        # Without updates the order shows that the loader works, and says whose weights they are from now on.
+        self._write(replica, [], self._next_version())
+        if self.moved:
+            write_matrices(replica, self.client, self.base_names[replica], self.state())
+        else:
+            check_digests(replica, self.state())
+        if not self._heartbeat.is_alive():
+            self._heartbeat.start()
 
     def adapters(self, probes: Sequence[Probe]) -> list[AdapterTensors | None]:
         """The adapter of each probe; None where the servers' own weights are the probe."""
@@ -74,8 +125,10 @@ class ServerMatrices:
         return adapters
 
     def apply(self, updates: Sequence[Update]) -> None:
-        self.write([encode_updates(self.trained, updates)])
         self.pending_updates += updates
+        self.moved = self.moved or bool(updates)
+        version = self._next_version()
+        self.on_servers(lambda replica: self._write(replica, updates, version))
         self.source.clear_cache()
 
     @torch.no_grad()
@@ -87,8 +140,40 @@ class ServerMatrices:
     def load(self, tensors: Mapping[str, Array]) -> None:
         self.pending_updates = []
         load_values(self.copy, tensors)
-        for group in group_by_size(tensors):
-            self.write(group)
+        self.moved = True
+        self.on_servers(lambda replica: write_matrices(replica, self.client, self.base_names[replica], tensors))
+
+    def close(self) -> None:
+        """Put the base back into every server, checked by digest."""
+        self._closed.set()
+        base = read_matrices(self.spec, [t.name for t in self.trained]) if self.base_names else {}
+        self.on_servers(lambda replica: self._give_back(replica, base))
+
+    def _give_back(self, replica: Replica, base: Mapping[str, Array]) -> None:
+        status = replica.weight_status()
+        if status is not None and status.owner == self.client:
+            restore_base(replica, self.client, status, lambda names: {name: base[name] for name in names})
+
+    def _write(self, replica: Replica, updates: Sequence[Update], version: str) -> None:
+        order = Order(
+            owner=self.client,
+            expected=replica.loader_version,
+            version=version,
+            base_name=self.base_names[replica],
+            **describe_updates(self.trained, updates),
+        )
+        replica.write_weights(order)
+
+    def _next_version(self) -> str:
+        self._count += 1
+        return f"{self.client}.{time.time_ns():x}.{self._count}"
+
+    def _show_life(self) -> None:
+        """Tell the servers now and then that the run is alive, so that no other takes them over."""
+        while not self._closed.wait(HEARTBEAT_SECONDS):
+            for replica in list(self.base_names):
+                with suppress(MezzoError):
+                    replica.weight_status(self.client)
 
 
 ClientWeights = FrozenModel | UploadedLora | ServerMatrices
