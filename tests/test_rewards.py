@@ -17,7 +17,8 @@ from mezzo.errors import ConfigError, DataError, JournalError, SpaceError
 LLAMA = "mezzo/llama-mini"
 NOUNS = ("sea", "sky", "dog", "cat", "man", "boy", "tree", "house", "road", "film", "book", "day")
 ROWS = [{"prompt": f"The {a} and the {b}", "wanted": ","} for a in NOUNS for b in NOUNS if a != b]
-HABIT_STEPS = 12
+SIZES = {"steps": 12, "samples": 8, "batch_size": 8, "eps": 0.05, "lr": 0.06, "schedule": "linear", "eval_every": 4}
+HABIT = {"train": ROWS[:60], "dev": ROWS[60:84], "test": ROWS[84:], **SIZES}
 QUICK = {"task": "prompts", "threads": 1, "max_new_tokens": 6, "stop": ("",), "device": "cpu"}
 
 
@@ -34,19 +35,10 @@ def habit(tmp_path_factory):
     run = mezzo.finetune(
         LLAMA,
         **QUICK,
-        train=ROWS[:60],
-        dev=ROWS[60:84],
-        test=ROWS[84:],
+        **HABIT,
         objective=commas,
         out=str(tmp_path_factory.mktemp("habit") / "run"),
         observe=lambda event, values: events.append((event, values)),
-        steps=HABIT_STEPS,
-        samples=8,
-        batch_size=8,
-        eps=0.05,
-        lr=0.06,
-        schedule="linear",
-        eval_every=4,
     )
     return run, events
 
@@ -78,7 +70,7 @@ def test_steps_show_rewards_slopes_with_errors_and_perplexity(habit):
     run, events = habit
     steps = [values for event, values in events if event == "step"]
     assert all(0 <= step["reward"] <= 1 and step["slope"] > 0 and step["slope_error"] > 0 for step in steps)
-    assert len(api.records(run.out)) == len(steps) == HABIT_STEPS
+    assert len(api.records(run.out)) == len(steps) == HABIT["steps"]
     evaluations = [values for event, values in events if event == "evaluation"]
     assert all(0 < values["loss"] < 12 for values in evaluations), "that of the held-out text"
     assert len({values["loss"] for values in evaluations}) == len(evaluations)

@@ -82,7 +82,7 @@ def score_by_requests(engine: Any, batch: Batch, probes: Sequence[Probe]) -> Sco
     rows, scores = token_rows(batch), empty_scores(batch, len(probes))
     body = requests.scoring_body(rows, [None] * len(rows), batch.readout)
     for index, probe in enumerate(probes):
-        write_scores(scores, index, rows, requests.parse_scores(rows, engine.request_at(probe, body), batch.readout))
+        write_scores(scores, index, rows, requests.parse_scores(rows, engine.request_at([probe], body), batch.readout))
     return scores
 
 

@@ -42,8 +42,8 @@ class EngineSpec:
     """The engine may lower `rows` where short micro-batches, which pad less, are faster."""
     many_probes: bool = False
     """Questions have many probes: the engine may take more of them, and fewer rows, in one forward."""
-    generates: bool = False
-    """Texts are generated at the probes, token by token: more of them may share a forward."""
+    population: int = 0
+    """Probes of a step at which texts are generated, token by token: as many as possible share a forward."""
     classes: int = 0
     noise_kind: Kind = "rademacher"
     seed: int = 0
@@ -91,7 +91,7 @@ class Engine(Protocol):
         """Move the weights, one update after the other."""
 
     def generate(self, batch: Batch, probes: Sequence[Probe], generation: Generation) -> Continuations:
-        """Continuations of each prompt at each probe; what follows an end token is padding."""
+        """Continuations of each prompt at each probe, up to an end token."""
 
     def state(self) -> dict[str, npt.NDArray[np.generic]]:
         """A copy of the trained tensors."""

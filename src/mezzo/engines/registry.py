@@ -52,7 +52,7 @@ ENGINES: dict[str, EngineInfo] = {
         factory="mezzo.engines.sglang:open_engine",
         spaces=("lora", "matrices"),
         low_rank_spaces=("matrices",),
-        options=("tp", "url", "exclusive_server", "server_timeout"),
+        options=("tp", "url", "exclusive_server", "server_timeout", "temperature", "top_p", "draws"),
         pins_cores=True,
     ),
 }

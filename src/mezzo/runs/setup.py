@@ -150,7 +150,7 @@ class Setup:
             rows=config.micro_batch or config.batch_size or ROWS,
             fewer_rows=config.micro_batch is None,
             many_probes=config.method in ("solve", "es"),
-            generates=self.reward is not None,
+            population=2 * (config.samples or 1) if self.reward else 0,
             classes=self.readout.classes,
             noise_kind=noise.get_noise(config.noise).kind,
             seed=config.seed,

@@ -19,6 +19,8 @@ from mezzo.types import Probe, TrainedTensor
 
 # The two signs of a direction, each an adapter of one batch.
 PROBES_PER_FORWARD = 2
+# Adapters that SGLang holds at once where texts are generated at a population.
+MOST_ADAPTERS = 128
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,11 @@ def _shape_on(space: Space, targets: set[str]) -> AdapterShape:
     rank = space.rank if space.kind == "lora" else space.noise_rank
     alpha = space.alpha if space.kind == "lora" else float(rank)
     return AdapterShape(rank, alpha, tuple(sorted(targets)))
+
+
+def adapter_count(spec: EngineSpec) -> int:
+    """Adapters that SGLang is to hold at once: those of a pair, or of the population that generates together."""
+    return max(PROBES_PER_FORWARD, min(spec.population, MOST_ADAPTERS))
 
 
 def adapter_tensors(module: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
         base_digest=quantized.checkpoint_digest(locate(spec.model), spec.quantize) if spec.quantize else "",
     )
     if spec.many_probes and spec.fewer_rows:
-        engine.micro_batch = choose_for_probes(spec.rows, engine, spec.generates)
+        engine.micro_batch = choose_for_probes(spec.rows, engine, spec.population > 0)
     if engine.frozen_cache and engine.frozen_cache.all_frozen and not spec.classes and device.type == "cpu":
         if spec.fewer_rows:
             engine.micro_batch = MicroBatch(rows=HEAD_ROWS)

@@ -10,11 +10,10 @@ from typing import Any
 from mezzo.engines.arrays import Array
 from mezzo.engines.base import Continuations, EngineSpec
 from mezzo.engines.hf_hub import load_config
-from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD
+from mezzo.engines.sglang.adapters import adapter_count
 from mezzo.engines.sglang.base import SGLangEngine
 from mezzo.engines.sglang.inprocess import launch
 from mezzo.engines.sglang.inprocess.channel import Channel
-from mezzo.engines.sglang.requests import generation_body
 from mezzo.engines.sglang.support import refuse_space
 from mezzo.engines.sglang.tensor_parts import assemble_tensors
 from mezzo.engines.sglang.versions import installed_version
@@ -28,7 +27,7 @@ class InProcessEngine(SGLangEngine):
     def __init__(self, spec: EngineSpec) -> None:
         _refuse_model(spec)
         super().__init__(spec)
-        self.adapters = tuple(f"mezzo-{index}" for index in range(PROBES_PER_FORWARD))
+        self.adapters = tuple(f"mezzo-{index}" for index in range(adapter_count(spec)))
         self.engine, self.processes = launch.start(spec, self.adapter_shape)
         self.channel = Channel(self.engine.collective_rpc, spec.tp)
         try:
@@ -61,16 +60,26 @@ class InProcessEngine(SGLangEngine):
         self.channel.pending_updates += updates
 
     def generate(self, batch: Batch, probes: Sequence[Probe], generation: Generation) -> Continuations:
-        """Greedy continuations of the complete prompts, by SGLang's own requests."""
+        """Continuations of the complete prompts by SGLang's own requests, of as many probes at once as it holds adapters."""
         if self.spec.family == "masked":
             raise ModelError("a masked language model does not generate text")
-        body = generation_body(batch, generation.max_new_tokens)
-        return [[[tuple(answer["output_ids"])] for answer in self.request_at(probe, body)] for probe in probes]
+        from mezzo.engines.sglang.inprocess.generation import group_texts, population_body
 
-    def request_at(self, probe: Probe, body: Mapping[str, Any]) -> list[Any]:
-        """SGLang's answers to a request at a probe; the prefix cache is emptied before and after."""
-        (adapter,) = self.channel.call("write_probes", probes=(probe,))
-        names = [self.adapters[0] if adapter else None] * len(body["input_ids"])
+        found: Continuations = []
+        for first in range(0, len(probes), len(self.adapters)):
+            members = probes[first : first + len(self.adapters)]
+            answers = self.request_at(members, population_body(batch, members, generation))
+            found += group_texts([tuple(answer["output_ids"]) for answer in answers], len(batch), generation.draws)
+        return found
+
+    def request_at(self, probes: Sequence[Probe], body: Mapping[str, Any]) -> list[Any]:
+        """SGLang's answers to a request with the same number of rows at each probe, one probe after the other; the prefix
+        cache is emptied before and after."""
+        written = self.channel.call("write_probes", probes=tuple(probes))
+        rows = len(body["input_ids"]) // len(probes)
+        names = [
+            name if written[i] else None for i, name in enumerate(self.adapters[: len(probes)]) for _ in range(rows)
+        ]
         answers = self.engine.generate(**body, lora_path=names)
         while not self.channel.call("flush_cache"):  # SGLang may not have finished the last request yet
             time.sleep(0.005)

@@ -20,7 +20,7 @@ import torch
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.hf_hub import load_config, locate
 from mezzo.engines.lora_factors import module_of, peft_names
-from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD, AdapterShape
+from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD, AdapterShape, adapter_count
 from mezzo.engines.sglang.model_facts import ModelFacts
 from mezzo.engines.sglang.module_names import sglang_path
 from mezzo.errors import ConfigError, ModelError, RunFailed
@@ -29,6 +29,8 @@ from mezzo.errors import ConfigError, ModelError, RunFailed
 STATED_AS = {"num_key_value_heads": "num_attention_heads", "hidden_act": "hidden_activation"}
 # Size of the key-value cache: enough for a large batch; SGLang lowers it where a GPU has less memory.
 CACHE_TOKENS = {"cpu": 65_536, "cuda": 1_048_576}
+# Texts that grow at the same time; the others wait.
+MOST_TEXTS = 1024
 
 
 def start(spec: EngineSpec, shape: AdapterShape | None) -> tuple[Any, list[Any]]:
@@ -105,8 +107,11 @@ def engine_arguments(spec: EngineSpec, shape: AdapterShape | None, cpu: bool) ->
         "disable_overlap_schedule": True,
         "grammar_backend": "none",
         "sampling_backend": "pytorch",
+        "enable_custom_logit_processor": True,  # draws are made by one
         "max_total_tokens": CACHE_TOKENS["cpu" if cpu else "cuda"],
-        "max_running_requests": max(64, PROBES_PER_FORWARD * spec.rows * 2),
+        "max_running_requests": max(
+            64, PROBES_PER_FORWARD * spec.rows * 2, min(spec.population * spec.rows, MOST_TEXTS)
+        ),
         "chunked_prefill_size": -1,
         "page_size": 1,
         "log_level": "error",
@@ -126,7 +131,7 @@ def engine_arguments(spec: EngineSpec, shape: AdapterShape | None, cpu: bool) ->
             "enable_lora": True,
             "max_lora_rank": shape.rank,
             "lora_target_modules": list(shape.targets),
-            "max_loras_per_batch": PROBES_PER_FORWARD + 2,
+            "max_loras_per_batch": adapter_count(spec) + 2,
             "lora_backend": "torch_native" if cpu else "triton",
         }
     return arguments

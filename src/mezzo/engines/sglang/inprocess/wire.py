@@ -29,7 +29,10 @@ TYPES: dict[str, Any] = {
         *(EngineSpec, ModelFacts, Space, TensorPart, TokenCounts),
     )
 }
-FIELDS = {name: tuple(field.name for field in dataclasses.fields(each)) for name, each in TYPES.items()}
+# What a reward reads of a prompt, which is not compared, is not the business of an engine.
+FIELDS = {
+    name: tuple(field.name for field in dataclasses.fields(each) if field.compare) for name, each in TYPES.items()
+}
 PLAIN = frozenset((bool, int, float, str, type(None)))
 LENGTH = 8  # bytes of the number in front
 MANY, MAX_ID = 16, 2**31  # integers that are stored as an array: token ids

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,9 +11,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from mezzo.engines.base import Continuations
+from mezzo.engines.draws import draw_key, uniforms
 from mezzo.engines.microbatch import group_by_length
 from mezzo.engines.torch.forward.inputs import pad
-from mezzo.method import noise
 from mezzo.types import Batch, Generation, Probe
 
 if TYPE_CHECKING:
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 
 def generate_texts(engine: TorchEngine, batch: Batch, probes: Sequence[Probe], generation: Generation) -> Continuations:
     """Continuations at the members of the current point, which are at these probes."""
-    population, members = engine.population, len(probes)
-    directions = [probe.terms[0][0] if probe.terms else 0 for probe in probes]
+    population, members, ends = engine.population, len(probes), _end_tokens(engine.model)
     texts: Continuations = [[[()] * generation.draws for _ in batch.prompts] for _ in range(members)]
     rows = [(index, draw) for index in range(len(batch)) for draw in range(generation.draws)]
     for places in group_by_length([batch.prompts[index].ids for index, _ in rows], engine.micro_batch.rows):
@@ -35,15 +33,11 @@ def generate_texts(engine: TorchEngine, batch: Batch, probes: Sequence[Probe], g
         mask = pad([(1,) * len(row) for row in reversed_ids], None, 0).flip(1)
         chosen = LogitsProcessorList()
         if generation.temperature:
-            numbers = {
-                direction: [
-                    _uniforms(generation, direction, prompt, draw)
-                    for prompt, (_, draw) in zip(prompts, group, strict=True)
-                ]
-                for direction in set(directions)
-            }
-            uniforms = torch.tensor(np.stack([row for direction in directions for row in numbers[direction]]))
-            chosen.append(Sampler(generation, uniforms.to(engine.device), ids.shape[1]))
+            drawn = list(zip(prompts, (draw for _, draw in group), strict=True))
+            keys = [draw_key(generation, probe, prompt, draw) for probe in probes for prompt, draw in drawn]
+            known = {key: uniforms(key, generation.max_new_tokens) for key in set(keys)}  # both signs have the same
+            numbers = torch.tensor(np.stack([known[key] for key in keys])).to(engine.device)
+            chosen.append(Sampler(generation, numbers, ids.shape[1]))
         with population.forward(len(places), ids.shape[1], own_tokens=True):
             generated = engine.model.generate(  # type: ignore[operator]
                 input_ids=ids.repeat(members, 1).to(engine.device),
@@ -57,30 +51,37 @@ def generate_texts(engine: TorchEngine, batch: Batch, probes: Sequence[Probe], g
         for row, tokens in enumerate(generated[:, ids.shape[1] :].tolist()):
             member, place = divmod(row, len(group))
             index, draw = group[place]
-            texts[member][index][draw] = tuple(tokens)
+            texts[member][index][draw] = _until_end(tokens, ends)
     return texts
 
 
+def _until_end(tokens: list[int], ends: frozenset[int]) -> tuple[int, ...]:
+    """Without the padding behind an end token."""
+    return tuple(tokens[: next((at + 1 for at, token in enumerate(tokens) if token in ends), len(tokens))])
+
+
+def _end_tokens(model: Any) -> frozenset[int]:
+    found = model.generation_config.eos_token_id
+    return frozenset(found if isinstance(found, (list, tuple)) else () if found is None else (found,))
+
+
 class Sampler(LogitsProcessor):  # type: ignore[misc]
-    """Leaves one token possible, drawn by inversion of the cumulative probabilities at a row's next uniform number: a global
-    random generator would make texts depend on each other."""
+    """Draws by inversion of the cumulative probabilities at a row's next uniform number: a global random generator would make
+    texts depend on each other."""
 
     def __init__(self, generation: Generation, uniforms: Tensor, start: int) -> None:
         self.generation, self.uniforms, self.start = generation, uniforms, start
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        probabilities = (scores.float() / self.generation.temperature).softmax(-1)
-        likely, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        kept = likely.cumsum(-1) - likely < self.generation.top_p
-        mass = (likely * kept).cumsum(-1)
-        wanted = self.uniforms[:, input_ids.shape[1] - self.start, None] * mass[:, -1:]
-        rank = (mass <= wanted).sum(-1, keepdim=True).clamp(max=mass.shape[1] - 1)
-        return torch.full_like(scores, -torch.inf).scatter_(1, order.gather(1, rank), 0.0)
+        numbers = self.uniforms[:, input_ids.shape[1] - self.start]
+        return leave_one(scores, numbers, self.generation.temperature, self.generation.top_p)
 
 
-def _uniforms(generation: Generation, direction: int, prompt: Sequence[int], draw: int) -> np.ndarray:
-    """Numbers in [0, 1), one per token, by (seed, direction, prompt, draw); the seed of a direction follows from its step."""
-    name = hashlib.sha256(repr(tuple(prompt)).encode()).hexdigest()
-    seed = noise.step_seed(generation.seed, direction, 0)
-    words = noise.words(seed, f"generate/{name}/{draw}", 0, generation.max_new_tokens)
-    return (words >> np.uint64(40)).astype(np.float32) / np.float32(2**24)
+def leave_one(scores: Tensor, numbers: Tensor, temperature: float, top_p: float) -> Tensor:
+    """Scores of next tokens in which one of each row is possible: the one that its number draws."""
+    probabilities = (scores.float() / temperature).softmax(-1)
+    likely, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    kept = likely.cumsum(-1) - likely < top_p
+    mass = (likely * kept).cumsum(-1)
+    rank = (mass <= numbers[:, None] * mass[:, -1:]).sum(-1, keepdim=True).clamp(max=mass.shape[1] - 1)
+    return torch.full_like(scores, -torch.inf).scatter_(1, order.gather(1, rank), 0.0)

@@ -1,0 +1,42 @@
+"""`--method es` on SGLang: a population generates in one batch, one adapter for each member."""
+
+from __future__ import annotations
+
+import pytest
+
+import mezzo
+from mezzo.runs.reopen import open_run
+from mezzo.types import Generation, Probe
+from tests.sglang.conftest import EPS, MODEL, words_batch
+from tests.test_rewards import HABIT, QUICK, commas
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory):
+    out = tmp_path_factory.mktemp("habit") / "run"
+    session = mezzo.open_session(MODEL, engine="sglang", **QUICK, **HABIT, objective=commas, out=str(out))
+    yield session
+    session.close()
+
+
+def test_a_population_generates_what_its_members_would_alone_and_what_the_torch_engine_does(session):
+    assert len(session.engine.adapters) == 16, "all members of a step in one batch"
+    reference, _ = open_run(session.folder.path, 0, commas, engine="torch")
+    probes = [Probe(((seed, sign * EPS),)) for seed in (3, 4, 5) for sign in (1, -1)]
+    for generation in (Generation(5), Generation(5, temperature=1.0, top_p=0.9, draws=2, seed=4)):
+        together, expected = (
+            engine.generate(words_batch(4), probes, generation) for engine in (session.engine, reference)
+        )
+        assert together == expected
+        assert together[:2] == session.engine.generate(words_batch(4), probes[:2], generation)
+
+
+def test_habit_is_learned_beyond_chance_and_the_torch_engine_rebuilds_it(session):
+    run = session.train()
+    assert run.value > run.interval[0] > run.zero_shot, "beyond the interval of its test reward"
+    assert run.verdict.startswith("worked: ")
+    assert mezzo.verify(run.out).ok
+    engine, _ = open_run(run.out, run.steps, commas, engine="torch", device="cpu")
+    assert engine.digest() == run.digest, "the same bits from seeds and coefficients, on another engine"
