@@ -12,12 +12,14 @@ import torch
 from transformers import AutoTokenizer
 
 import mezzo
+from mezzo.config import from_mapping
 from mezzo.engines.hf_hub import locate
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.engines.torch.forward.generation import Sampler
 from mezzo.errors import ConfigError, TaskError
 from mezzo.evaluation.rewards import RewardObjective, read_texts
 from mezzo.method.space import Space
+from mezzo.runs.setup import resolve_setup
 from mezzo.tasks import Encoder, get_task
 from mezzo.types import Batch, Example, Generation, MicroBatch, Probe, Prompt
 from tests.conftest import make_batch, make_llama
@@ -51,6 +53,18 @@ def test_draws_depend_on_seed_prompt_and_number_alone():
     )
 
 
+def test_generation_ends_with_a_token_that_holds_a_stop_text():
+    setup = resolve_setup(
+        from_mapping({"model": LLAMA, "task": "prompts", "objective": "exact_match", "stop": (" the",)})
+    )
+    texts = {setup.decode([token]) for token in setup.generation.stop_ids}
+    assert {" the", " there"} <= texts and all(" the" in text for text in texts)
+    batch, end = make_batch(4), 7
+    (whole,) = engine_of().generate(batch, [Probe()], Generation(6, temperature=1.0, draws=40))
+    (ended,) = engine_of().generate(batch, [Probe()], Generation(6, temperature=1.0, draws=40, stop_ids=(end,)))
+    assert ended == [[ids[: [*ids, end].index(end) + 1] for ids in drawn] for drawn in whole] != whole
+
+
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (2.0, 1.0), (1.0, 0.6)])
 def test_tokens_are_drawn_with_the_models_probabilities(temperature, top_p):
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5])
@@ -69,10 +83,11 @@ def test_tokens_are_drawn_with_the_models_probabilities(temperature, top_p):
 def test_stop_texts_end_an_answer_and_rewards_are_averaged_over_draws():
     words = {1: "one\n", 2: " two ", 3: "## three", 4: "\n"}
     decode = lambda ids: "".join(words[i] for i in ids)  # noqa: E731
-    ids = [[[(4, 1, 2), (2, 3)]]]
+    ids = [[[(1, 2), (2, 3)]]]
     assert read_texts(ids, decode) == [[["one", "two ## three"]]]
     assert read_texts(ids, decode, ("##",)) == [[["one\n two", "two"]]]
     assert read_texts(ids, decode, ()) == [[["one\n two", "two ## three"]]]
+    assert read_texts([[[(4, 1)]]], decode) == [[[""]]], "an answer that begins with one is empty"
     objective = RewardObjective(lambda completion: len(completion), decode, Generation(3, 1.0, draws=2), ("##",))
     batch = dataclasses.replace(make_batch(1), prompts=(Prompt((2,)),))
     assert objective.losses(ids, batch)[0] == -(len("one\n two") + len("two")) / 2
@@ -87,8 +102,8 @@ def test_predict_and_evaluate_drawn_answers():
     assert 0 <= mezzo.evaluate(**options, data=SQUAD, temperature=1.0, draws=2).value <= 1
     with pytest.raises(ConfigError, match="add --temperature 1"):
         mezzo.evaluate(**options, data=SQUAD, draws=2)
-    with pytest.raises(ConfigError, match="belongs to the torch engine"):
-        mezzo.evaluate(**options, data=SQUAD, temperature=1.0, engine="sglang")
+    with pytest.raises(ConfigError, match="servers generate greedily"):
+        mezzo.evaluate(**options, data=SQUAD, temperature=1.0, engine="sglang", url=["http://localhost:1"])
 
 
 def test_chat_template_frames_the_prompt(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,8 @@ import mezzo
 from mezzo import api
 from mezzo.cli.main import main
 from mezzo.errors import ConfigError, DataError, JournalError, SpaceError
+from mezzo.journal.content import read
+from tests.processes import kill_after, start_run, wait_for_lines
 
 LLAMA = "mezzo/llama-mini"
 NOUNS = ("sea", "sky", "dog", "cat", "man", "boy", "tree", "house", "road", "film", "book", "day")
@@ -70,6 +74,7 @@ def test_steps_show_rewards_slopes_with_errors_and_perplexity(habit):
     run, events = habit
     steps = [values for event, values in events if event == "step"]
     assert all(0 <= step["reward"] <= 1 and step["slope"] > 0 and step["slope_error"] > 0 for step in steps)
+    assert all(0 < step["tokens"] <= 16 * 8 * 6 for step in steps), "members × prompts × tokens at most"
     assert len(api.records(run.out)) == len(steps) == HABIT["steps"]
     evaluations = [values for event, values in events if event == "evaluation"]
     assert all(0 < values["loss"] < 12 for values in evaluations), "that of the held-out text"
@@ -142,17 +147,42 @@ def test_batched_rewards_answers_and_draws(tmp_path):
     assert len(record.losses) == 4 and session.trainer.spent == 4 * 2 * 3
 
 
-def test_a_resumed_run_ends_as_an_undisturbed_one(tmp_path):
-    small = {**QUICK, "train": ROWS[:6], "dev": ROWS[:2], "objective": commas, "samples": 2, "batch_size": 2}
-    small |= {"schedule": "constant", "temperature": 1.0}
-    whole = mezzo.finetune(LLAMA, **small, steps=2, out=str(tmp_path / "whole"))
-    mezzo.finetune(LLAMA, **small, steps=1, out=str(tmp_path / "part"))
-    assert mezzo.finetune(resume=tmp_path / "part", steps=2, objective=commas).digest == whole.digest
-    rows = [json.loads(line) for line in Path(api.config_of(tmp_path / "part")["train"]).read_text().splitlines()]
+def deadly(completion: str, row: dict) -> float:
+    """`commas`, whose process is killed once for each prompt where MEZZO_MARKS names a folder for its memory."""
+    if folder := os.environ.get("MEZZO_MARKS"):
+        mark = Path(folder) / row["prompt"].replace(" ", "-")
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return commas(completion, row)
+
+
+def test_killing_the_run_and_its_reward_processes_loses_nothing(tmp_path, monkeypatch):
+    small = {
+        "model": LLAMA,
+        **QUICK,
+        "objective": "tests.test_rewards:deadly",
+        "samples": 2,
+        "batch_size": 2,
+        "steps": 6,
+    }
+    small |= {"train": ROWS[:6], "dev": ROWS[6:8], "schedule": "constant", "temperature": 1.0, "eval_every": 3}
+    whole = mezzo.finetune(**small, out=str(tmp_path / "whole"))
+    (tmp_path / "marks").mkdir()
+    monkeypatch.setenv("MEZZO_MARKS", str(tmp_path / "marks"))
+    run = tmp_path / "killed"
+    process = start_run({**small, "out": str(run)})
+    wait_for_lines(run / "journal.jsonl", 4)
+    assert kill_after(process, 0.0), "the run finished before it was killed"
+    assert 0 < read(run).steps < 6 and list((tmp_path / "marks").iterdir())
+    resumed = mezzo.finetune(resume=run, objective="tests.test_rewards:deadly")
+    assert (resumed.digest, resumed.failed_rewards) == (whole.digest, 0)
+    assert [r.losses for r in api.records(run)] == [r.losses for r in api.records(whole.out)]
+    rows = [json.loads(line) for line in Path(api.config_of(run)["train"]).read_text().splitlines()]
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps({**row, "wanted": "."}) + "\n" for row in rows))
     with pytest.raises(JournalError, match="the training data has changed"):
-        mezzo.finetune(resume=tmp_path / "part", steps=3, objective=commas, train=str(other))
+        mezzo.finetune(resume=run, steps=8, objective="tests.test_rewards:deadly", train=str(other))
 
 
 def test_decay_pulls_towards_the_base_model(tmp_path):

@@ -130,15 +130,18 @@ class Generation:
     top_p: float = 1.0
     draws: int = 1
     seed: int = 0
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end a text, beside the model's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
     """Rewards of generated texts: values[probe, example, draw], higher is better. Of `failed` of them there was none, and a
-    configured value stands in."""
+    configured value stands in. The texts have so many `tokens` together."""
 
     values: npt.NDArray[np.float64]
     failed: int = 0
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,10 +68,10 @@ def test_equal_rewards_move_nothing_but_decay(shaping):
 def test_notes_hold_reward_slopes_errors_and_failures():
     values = rewards_of(draws=3)
     method = make_es("zscore", draws=3)
-    record = method.conclude(0, Rewards(values, failed=5))
+    record = method.conclude(0, Rewards(values, failed=5, tokens=7))
     differences = (values[::2] - values[1::2]).mean(axis=2) / (2 * EPS)
     errors = differences.std(axis=1, ddof=1) / np.sqrt(2)
     expected = {"reward": values.mean(), "slope": np.sqrt(np.mean(np.square(record.slopes)))}
-    expected |= {"slope_error": np.sqrt(np.mean(errors**2)), "failed": 5}
+    expected |= {"slope_error": np.sqrt(np.mean(errors**2)), "failed": 5, "tokens": 7}
     assert record.notes == pytest.approx(expected)
     assert method.cost(record) == 6 * 2 * 3, "texts: probes × prompts × draws"

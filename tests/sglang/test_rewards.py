@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 import mezzo
@@ -25,7 +27,8 @@ def test_a_population_generates_what_its_members_would_alone_and_what_the_torch_
     assert len(session.engine.adapters) == 16, "all members of a step in one batch"
     reference, _ = open_run(session.folder.path, 0, commas, engine="torch")
     probes = [Probe(((seed, sign * EPS),)) for seed in (3, 4, 5) for sign in (1, -1)]
-    for generation in (Generation(5), Generation(5, temperature=1.0, top_p=0.9, draws=2, seed=4)):
+    drawn = Generation(5, temperature=1.0, top_p=0.9, draws=2, seed=4)
+    for generation in (Generation(5), drawn, dataclasses.replace(drawn, stop_ids=(18, 323))):
         together, expected = (
             engine.generate(words_batch(4), probes, generation) for engine in (session.engine, reference)
         )

@@ -7,7 +7,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -58,12 +58,12 @@ REWARD_METRICS = (REWARD, *(f"{name} {REWARD}" for name in REWARDS))
 
 def read_texts(continuations: Continuations, decode: Decode, stop: Sequence[str] = LINE_END) -> list[list[list[str]]]:
     """The generated texts by probe, example and draw, each up to the first of the texts in `stop`."""
-    return [[[_cut(decode(ids).strip(), stop) for ids in draws] for draws in row] for row in continuations]
+    return [[[_cut(decode(ids), stop) for ids in draws] for draws in row] for row in continuations]
 
 
 def _cut(text: str, stop: Sequence[str]) -> str:
     ends = [at for end in stop if (at := text.find(end)) >= 0]
-    return text[: min(ends)].strip() if ends else text
+    return text[: min(ends, default=None)].strip()
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ class RewardObjective:
 
     def rewards(self, answer: Continuations, batch: Batch) -> Rewards:
         """By probe, example and draw."""
-        return self.reward_texts(read_texts(answer, self.decode, self.stop), batch.prompts)
+        rewards = self.reward_texts(read_texts(answer, self.decode, self.stop), batch.prompts)
+        return replace(rewards, tokens=sum(len(ids) for member in answer for drawn in member for ids in drawn))
 
     def reward_texts(self, texts: list[list[list[str]]], prompts: Sequence[Prompt]) -> Rewards:
         shape = len(texts), len(prompts), len(texts[0][0])

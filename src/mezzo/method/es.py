@@ -69,7 +69,9 @@ class EvolutionStrategies:
         probes = self.estimator.ask(step)
         slopes = self.estimator.tell(probes, losses)
         weights = slopes if self.shaping == "none" else self._weigh(probes, values)
-        notes = _describe(values, slopes, 2 * self.estimator.eps, rewards.failed)
+        notes = _describe(values, slopes, 2 * self.estimator.eps)
+        counts = {"tokens": rewards.tokens, "failed": rewards.failed}
+        notes |= {name: float(count) for name, count in counts.items() if count}
         return make_record(
             step, losses, slopes, lambda: self.optimizer.update(weights, step), self.optimizer.lr(step), notes
         )
@@ -97,11 +99,11 @@ class EvolutionStrategies:
         self.optimizer.observe(record)
 
 
-def _describe(values: Values, slopes: tuple[Slope, ...], distance: float, failed: int) -> dict[str, float]:
+def _describe(values: Values, slopes: tuple[Slope, ...], distance: float) -> dict[str, float]:
     """The mean reward; and the root mean squares of the slopes and of their standard errors, which the prompts tell."""
     notes = {"reward": float(values.mean()), "slope": math.sqrt(float(np.mean([slope.value**2 for slope in slopes])))}
     if values.shape[1] > 1:
         differences = values[::2] - values[1::2]
         errors = differences.std(axis=1, ddof=1) / math.sqrt(values.shape[1]) / distance
         notes["slope_error"] = math.sqrt(float(np.mean(errors**2)))
-    return notes | ({"failed": float(failed)} if failed else {})
+    return notes

@@ -65,7 +65,7 @@ class LiveTable:
             *self._rows,
             ("loss", progress.loss.removeprefix("loss ")),
             ("dev", progress.dev_figure.removeprefix("dev ") + best_figure),
-            ("pace", progress.pace),
+            ("pace", "  ".join(filter(None, (progress.pace, progress.token_pace)))),
             ("time left", "" if finished else progress.time_left.removesuffix(" left")),
         ]
         chart = dev_chart(read_curve(self._events), str(self._events[-1]["metric"])) if self._events else None

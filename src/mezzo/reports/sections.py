@@ -20,7 +20,7 @@ from mezzo.reports.run_data import RunData
 from mezzo.runs.model_card import METHOD_OPTIONS
 
 # What the units of a pace are called where there is room.
-PACES = {"steps/s": "steps per second", "s/step": "seconds per step"}
+PACES = {"steps/s": "steps per second", "s/step": "seconds per step", "tokens/s": "generated tokens per second"}
 # Mistakes that are visible without expanding the rest.
 VISIBLE_MISTAKES = 8
 
@@ -76,11 +76,13 @@ def _figures(run: RunData) -> str:
         figures.append(("skipped steps", str(run.skipped_steps)))
     progress = run.progress
     if run.running:
-        loss = progress.loss.removeprefix("loss ").split(" → ")[-1].split(",")[0]  # there is room for a number
-        shown_now = (("loss", loss), ("time left", progress.time_left.removesuffix(" left")))
+        kind = "reward" if run.method == "es" else "loss"
+        # There is room for a number.
+        number = progress.loss.removeprefix(f"{kind} ").split(" → ")[-1].split(",")[0].split("  ")[0]
+        shown_now = ((kind, number), ("time left", progress.time_left.removesuffix(" left")))
         figures += [(name, figure) for name, figure in shown_now if figure]
-    if progress.pace:
-        number, unit = progress.pace.split()
+    for pace in filter(None, (progress.pace, progress.token_pace)):
+        number, unit = pace.split()
         figures.append((PACES[unit], number))
     if metrics.peak_memory:
         figures.append(("peak memory", f"{metrics.peak_memory:,.0f} MiB"))

@@ -144,6 +144,12 @@ class RunProgress:
         return f"{rate:.3g} steps/s" if rate >= 1 else f"{1 / rate:.2g} s/step" if rate else ""
 
     @property
+    def token_pace(self) -> str:
+        """Of generated texts."""
+        tokens = self.steps_per_second * self.last_step.get("tokens", 0)
+        return f"{tokens:,.0f} tokens/s" if tokens else ""
+
+    @property
     def zero_slope_share(self) -> str:
         known = self.method in ("spsa", "es") and self.seen_steps
         return f"zero slopes {self.zero_slopes / self.seen_steps:.0%}" if known else ""
@@ -154,7 +160,7 @@ class RunProgress:
 
     def figures(self) -> str:
         """What follows the place of a run, the most important first."""
-        parts = (self.loss, self.time_left, self.pace, self.zero_slope_share, self.memory)
+        parts = (self.loss, self.time_left, self.pace, self.token_pace, self.zero_slope_share, self.memory)
         return "  ".join(part for part in parts if part)
 
 
@@ -174,7 +180,7 @@ def replay_progress(events: Iterable[Mapping[str, Any]], since_last: float = 0.0
             now = now if event == "result" else max(now, float(values.get("seconds", now)))
             figures = {
                 name: float(values[name])
-                for name in ("before", "gain", "ridge", "reward", "slope", "slope_error", "failed")
+                for name in ("before", "gain", "ridge", "reward", "slope", "slope_error", "failed", "tokens")
                 if name in values
             }
             progress(str(event), {**values, **figures})

@@ -207,10 +207,18 @@ class Setup:
         """What an engine checks itself with: prompts may have no answers to score."""
         return self.held_out if self.reward else Batch(self.train_prompts, self.readout)
 
-    @property
+    @cached_property
     def generation(self) -> Generation:
         config = self.config
-        return Generation(config.max_new_tokens, config.temperature, config.top_p, config.draws, config.seed)
+        how = (config.max_new_tokens, config.temperature, config.top_p, config.draws, config.seed)
+        return Generation(*how, stop_ids=self._stop_ids())
+
+    def _stop_ids(self) -> tuple[int, ...]:
+        """Tokens that hold a stop text, so that generation ends where the answer does; texts of several tokens are cut later."""
+        if not self.stop:
+            return ()
+        texts = self.tokenizer.batch_decode([[token] for token in range(len(self.tokenizer))], skip_special_tokens=True)
+        return tuple(token for token, text in enumerate(texts) if any(stop in text for stop in self.stop))
 
     @property
     def stop(self) -> tuple[str, ...]:

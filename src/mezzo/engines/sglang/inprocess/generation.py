@@ -20,6 +20,7 @@ def population_body(batch: Batch, probes: Sequence[Probe], generation: Generatio
     draws = range(generation.draws)
     rows = [(probe, prompt.ids, draw) for probe in probes for prompt in batch.prompts for draw in draws]
     sampling: dict[str, Any] = {"max_new_tokens": generation.max_new_tokens, "temperature": 0}
+    sampling |= {"stop_token_ids": list(generation.stop_ids)} if generation.stop_ids else {}
     body = {"input_ids": [list(ids) for _, ids, _ in rows], "sampling_params": sampling}
     if not generation.temperature:
         return body

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 def generate_texts(engine: TorchEngine, batch: Batch, probes: Sequence[Probe], generation: Generation) -> Continuations:
     """Continuations at the members of the current point, which are at these probes."""
-    population, members, ends = engine.population, len(probes), _end_tokens(engine.model)
+    population, members = engine.population, len(probes)
+    ends = _end_tokens(engine.model) + generation.stop_ids
     texts: Continuations = [[[()] * generation.draws for _ in batch.prompts] for _ in range(members)]
     rows = [(index, draw) for index in range(len(batch)) for draw in range(generation.draws)]
     for places in group_by_length([batch.prompts[index].ids for index, _ in rows], engine.micro_batch.rows):
@@ -45,6 +46,7 @@ def generate_texts(engine: TorchEngine, batch: Batch, probes: Sequence[Probe], g
                 max_new_tokens=generation.max_new_tokens,
                 do_sample=False,
                 num_beams=1,
+                eos_token_id=list(ends) or None,
                 pad_token_id=engine.pad_id,
                 logits_processor=chosen,
             )
@@ -55,14 +57,14 @@ def generate_texts(engine: TorchEngine, batch: Batch, probes: Sequence[Probe], g
     return texts
 
 
-def _until_end(tokens: list[int], ends: frozenset[int]) -> tuple[int, ...]:
+def _until_end(tokens: list[int], ends: tuple[int, ...]) -> tuple[int, ...]:
     """Without the padding behind an end token."""
     return tuple(tokens[: next((at + 1 for at, token in enumerate(tokens) if token in ends), len(tokens))])
 
 
-def _end_tokens(model: Any) -> frozenset[int]:
+def _end_tokens(model: Any) -> tuple[int, ...]:
     found = model.generation_config.eos_token_id
-    return frozenset(found if isinstance(found, (list, tuple)) else () if found is None else (found,))
+    return tuple(found) if isinstance(found, (list, tuple)) else () if found is None else (found,)
 
 
 class Sampler(LogitsProcessor):  # type: ignore[misc]
