@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mezzo.engines.base import EngineSpec
 from mezzo.engines.lora_factors import module_of, peft_names, projection_of
 from mezzo.engines.sglang.module_names import FUSED, sglang_path
 from mezzo.engines.sglang.support import PROJECTIONS, TRAINABLE_SPACES
