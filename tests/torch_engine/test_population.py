@@ -145,9 +145,7 @@ def test_generation_equals_that_of_a_plain_model(space):
         for row, prompt in enumerate(batch.prompts):
             ids = torch.tensor([prompt.ids])
             plain = twin.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
-            assert found[index][row][0] == tuple(plain[0, ids.shape[1] :].tolist()) + (engine.pad_id,) * (
-                6 - (plain.shape[1] - ids.shape[1])
-            )
+            assert found[index][row][0] == tuple(plain[0, ids.shape[1] :].tolist()), "up to its end token"
 
 
 def test_context_lasts_for_one_forward():
