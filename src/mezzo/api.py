@@ -215,7 +215,12 @@ def report(*runs: str | Path, out: str | Path | None = None, plots: str | Path |
 
 
 def export(
-    path: str | Path, kind: str, out: str | Path | None = None, at: int | None = None, model: str | None = None
+    path: str | Path,
+    kind: str,
+    out: str | Path | None = None,
+    at: int | None = None,
+    model: str | None = None,
+    device: str | None = None,
 ) -> Path:
     """Write a run as a PEFT `adapter`, a Hugging Face `model` or a compact `journal`."""
     from mezzo.runs.export import EXPORTS
@@ -234,7 +239,7 @@ def export(
         return target
     target = Path(out) if out else Path(path) / kind
     position = best_step(content) if at is None else at
-    engine, setup = open_run(path, position, model=model)
+    engine, setup = open_run(path, position, model=model, device=device)
     noted = Folder(Path(path)).metrics() if Path(path).is_dir() else ()
     events = [*content.events, *(event for event in noted if event.get("event") == "result")]
     try:
@@ -251,6 +256,7 @@ def push_to_hub(
     *,
     at: int | None = None,
     model: str | None = None,
+    device: str | None = None,
     private: bool = False,
 ) -> str:
     """Export a run and upload it to the Hugging Face Hub as `name`; the card's metadata has the figures. Returns its address."""
@@ -259,7 +265,7 @@ def push_to_hub(
     if kind not in ("model", "adapter"):
         raise ConfigError(f"a model or an adapter can be pushed, not {kind!r}")
     with tempfile.TemporaryDirectory() as folder:
-        exported = export(run, kind, Path(folder) / kind, at, model)
+        exported = export(run, kind, Path(folder) / kind, at, model, device)
         try:
             hub = HfApi()
             address = hub.create_repo(name, private=private, exist_ok=True)

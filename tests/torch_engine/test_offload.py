@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from mezzo.engines.torch.engine import TorchEngine
 from mezzo.errors import ConfigError, SpaceError
 from mezzo.method.space import Space
 from mezzo.types import Generation, Probe, Update
-from tests.conftest import make_batch, make_llama, make_roberta
+from tests.conftest import VOCAB, make_batch, make_llama, make_roberta
 
 PAIR = (Probe(((7, 1e-2),)), Probe(((7, -1e-2),)))
 
@@ -45,3 +47,63 @@ def test_base_weights_cannot_be_trained_in_host_memory(tiny_run, tmp_path):
         mezzo.finetune(**{**tiny_run, "space": "full"}, offload=True)
     run = mezzo.finetune(**tiny_run, steps=2, offload=True, out=str(tmp_path / "run"))
     assert mezzo.verify(run.out).ok
+
+
+def make_deep_llama() -> torch.nn.Module:
+    """Sixteen layers of 12 MiB each, which outweigh everything beside them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 1408}
+    config = LlamaConfig(vocab_size=VOCAB, num_hidden_layers=16, max_position_embeddings=128, pad_token_id=1, **sizes)
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_offloaded_layers_need_less_memory_and_score_alike(dtype):
+    batch, peaks, scores, size = make_batch(6), [], [], 0
+    for offload in (False, True):
+        model = make_deep_llama().to(dtype)
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        engine = TorchEngine(model, Space("lora", rank=2), device="cuda", offload=offload, pad_id=1)
+        engine.check(batch, 1e-2)
+        engine.apply([Update(((5, 0.03125),))])
+        scores += [engine.score(batch, PAIR)]
+        peaks += [torch.cuda.max_memory_allocated() - before]
+        if offload:
+            assert all(part.is_pinned() for part in engine.layer_stream.pool)
+            assert engine.generate(batch, [Probe()], Generation(2))
+            merged = dict(engine.merged_model().named_parameters())
+            assert all(parameter.isfinite().all() for parameter in merged.values())
+        engine.close()
+        del engine, model
+    np.testing.assert_allclose(scores[1], scores[0], atol=1e-4 if dtype == torch.float32 else 0.1)
+    print(f"model {size / 2**20:.0f} MiB, peaks {peaks[0] / 2**20:.0f} and {peaks[1] / 2**20:.0f} MiB")
+    assert peaks[1] < 0.75 * size < size < peaks[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_next_layer_is_copied_while_one_computes():
+    """By a profile of one forward: some copy to the device runs at the same time as some kernel."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    engine = TorchEngine(make_deep_llama(), Space("lora", rank=2), device="cuda", offload=True, pad_id=1)
+    batch = make_batch(32, lengths=(60, 61))
+    engine.score(batch, PAIR)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        engine.score(batch, PAIR)
+        torch.cuda.synchronize()
+    events = [event for event in seen.events() if event.device_type == DeviceType.CUDA]
+    copies = [e.time_range for e in events if "Memcpy HtoD" in e.name and e.time_range.elapsed_us() > 50]
+    kernels = [e.time_range for e in events if "Mem" not in e.name]
+    overlapping = [c for c in copies if any(k.start < c.end and c.start < k.end for k in kernels)]
+    print(f"{len(overlapping)} of {len(copies)} copies overlap with kernels")
+    assert len(copies) >= 15 and len(overlapping) > len(copies) / 2

@@ -92,6 +92,9 @@ class PublishedNoise:
         self.device = torch.device("cpu")
         self.drawn: dict[int, dict[str, torch.Tensor]] = {}
 
+    def on(self, device: torch.device) -> PublishedNoise:
+        return self
+
     def z(self, seed: int, name: str) -> torch.Tensor:
         if seed not in self.drawn:
             torch.manual_seed(seed)

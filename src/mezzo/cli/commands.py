@@ -144,11 +144,11 @@ def export(options: Namespace) -> Any:
     if options.push:
         if options.out:
             raise ConfigError("--push uploads and --out writes: leave one out")
-        settings = {"at": options.at, "model": options.model, "private": options.private}
+        settings = {"at": options.at, "model": options.model, "device": options.device, "private": options.private}
         address = api.push_to_hub(options.run, options.push, options.kind, **settings)
         show_result(options, f"pushed to {address}")
         return {"address": address, "kind": options.kind}
-    path = api.export(options.run, options.kind, options.out, options.at, options.model)
+    path = api.export(options.run, options.kind, options.out, options.at, options.model, options.device)
     size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) if path.is_dir() else path.stat().st_size
     show_result(options, f"wrote {path} ({size:,} bytes)")
     return {"out": str(path), "kind": options.kind, "bytes": size}

@@ -54,6 +54,7 @@ SET = Argument(
 AT = Argument("--at", "journal position [the best checkpoint]", type=int, metavar="STEP")
 RUN = Argument("run", "run folder or compact journal", metavar="RUN")
 RUN_OR_MODEL = Argument("run", "run folder or compact journal; without it, --model as it is", nargs="?", metavar="RUN")
+DEVICE = Argument("--device", "where to rebuild [a GPU if there is one]", metavar="D")
 BASE_MODEL = Argument("--model", "the base model, if it lies elsewhere than the journal says", metavar="M")
 SHAPES = "roberta-mini, roberta-base, roberta-large, llama-mini, llama-1b, llama-7b, or several [roberta-mini]"
 
@@ -139,6 +140,7 @@ COMMANDS = {
             Argument("--push", "upload it to the Hugging Face Hub under this name instead, with its figures", metavar="NAME"),
             Argument("--private", "with --push: let nobody else see it", action="store_true"),
             AT,
+            DEVICE,
         ),
     ),
     "verify": Command(
@@ -146,7 +148,7 @@ COMMANDS = {
         arguments=(
             RUN,
             BASE_MODEL,
-            Argument("--device", "where to rebuild [a GPU if there is one]", metavar="D"),
+            DEVICE,
             Argument("--repair", "cut a damaged journal before the damage, and keep a copy of what is cut", action="store_true"),
         ),
     ),

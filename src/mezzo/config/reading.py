@@ -45,6 +45,8 @@ def _check_combinations(config: RunConfig) -> None:
         raise ConfigError(
             "workers start engines of their own: name all servers in --url instead, they share each batch"
         )
+    if config.splits_layers:
+        _check_several_devices(config)
     if config.offload and config.quantize:
         raise ConfigError("a quantised base is small enough to stay on the device: give --quantize or --offload")
     if config.draws > 1 and not config.temperature:
@@ -53,6 +55,16 @@ def _check_combinations(config: RunConfig) -> None:
         raise ConfigError("servers generate greedily: leave --temperature out, or --url, which starts SGLang here")
     if config.ray_address and not config.workers:
         raise ConfigError("--ray-address says where workers run: add --workers N")
+
+
+def _check_several_devices(config: RunConfig) -> None:
+    if config.engine != "torch":
+        raise ConfigError("several devices belong to the torch engine: sglang splits a model with --tp N")
+    if config.workers:
+        raise ConfigError("a worker has one device: leave --workers out, or name one --device")
+    if config.offload or config.quantize:
+        option = "--offload" if config.offload else "--quantize"
+        raise ConfigError(f"{option} is for one device: leave it out, or name one --device")
 
 
 def from_file(path: Path, given: Collection[str] = ()) -> dict[str, Any]:

@@ -34,8 +34,9 @@ class RunConfig:
         aliases=("model_path", "model_name_or_path"))
     engine: str = option("model", "torch", "what runs the model: torch, sglang",
         choices="mezzo.engines.registry:ENGINES", commands=USE, reopen="machine")
-    device: str = option("model", "auto", "cpu, cuda, or auto: a GPU if there is one",
-        commands=(*USE, "bench", "tasks"), resumable=True, reopen="machine")
+    device: str = option("model", "auto",
+        "cpu, cuda, or auto: a GPU if there is one; cuda:0,cuda:1 or all (GPUs) split the layers of a model",
+        commands=(*USE, "bench", "tasks"), resumable=True, reopen="machine", aliases=("devices", "device_map"))
     dtype: str = option("model", "float32", "type of the weights: float32, bfloat16, float16; a CPU computes in float32",
         choices=("float32", "bfloat16", "float16"), commands=(*USE, "bench"))
     quantize: str | None = option("model", None,
@@ -221,6 +222,11 @@ class RunConfig:
         contacts=lambda names: any(name != "tensorboard" for name in names), placeholder="NAMES",
         choices=("tensorboard", "wandb", "trackio"), resumable=True, aliases=("report_to",))
     # fmt: on
+
+    @property
+    def splits_layers(self) -> bool:
+        """Several devices share the model's layers."""
+        return self.device == "all" or "," in self.device
 
     def replace(self, **changes: Any) -> RunConfig:
         return dataclasses.replace(self, **changes)

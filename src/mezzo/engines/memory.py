@@ -1,4 +1,4 @@
-"""Memory in use where the models are: of the GPU if one is used, else of this process."""
+"""Memory in use where the models are: of the GPUs if one is used, else of this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIB = 2**20
 def in_use() -> float:
     """MiB now."""
     if (torch := _cuda()) is not None:
-        return float(torch.cuda.memory_allocated() / MIB)
+        return float(sum(map(torch.cuda.memory_allocated, range(torch.cuda.device_count()))) / MIB)
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * resource.getpagesize() / MIB
@@ -24,7 +24,7 @@ def in_use() -> float:
 def peak() -> float:
     """MiB at most so far."""
     if (torch := _cuda()) is not None:
-        return float(torch.cuda.max_memory_allocated() / MIB)
+        return float(sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count()))) / MIB)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB
 

@@ -20,6 +20,8 @@ def open_workers(config: RunConfig, engine_spec: EngineSpec) -> Engine | None:
     if RankGroup.current is not None:
         if config.workers:
             raise ConfigError("torchrun starts the workers of this run: leave --workers out")
+        if config.splits_layers:
+            raise ConfigError("a rank of torchrun has one device: start one process, or name one --device")
         if config.url:
             raise ConfigError("servers in --url share each batch by themselves: start one process, without torchrun")
         from mezzo.parallel.torchrun_engine import TorchrunEngine

@@ -17,9 +17,9 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
 
     from mezzo.engines.hf_hub import locate
     from mezzo.engines.torch import quantized
-    from mezzo.engines.torch.loading import device_of, load_model
+    from mezzo.engines.torch.loading import devices_of, load_model
 
-    device = device_of(spec.device)
+    device = devices_of(spec.device)[0]
     if spec.threads:
         torch.set_num_threads(spec.threads)
     quantize = quantized.loading_options(spec.quantize, device) if spec.quantize else None
@@ -42,7 +42,7 @@ def open_engine(spec: EngineSpec) -> TorchEngine:
         micro_batch=choose_micro_batch(spec.rows, spec.fewer_rows, device.type),
         seed=spec.seed,
         pad_id=spec.pad_id,
-        device=device,
+        device=spec.device,
         prefix_ids=spec.prefix_ids,
         cache_mb=spec.cache_mb,
         gradients=spec.gradients,

@@ -101,6 +101,8 @@ def trace_modules(model: nn.Module) -> ModuleTrace:
         if is_out_of_memory(error):
             raise
         message = (str(error).splitlines() or [type(error).__name__])[0]
+        if "on the same device" in message:
+            raise ModelError(f"{type(model).__name__} cannot be split ({message}); name one --device") from None
         raise ModelError(
             f"{type(model).__name__} itself fails on a few tokens ({message}); is its config.json complete?"
         ) from None

@@ -17,6 +17,7 @@ from mezzo.engines.base import Continuations
 from mezzo.engines.hf_hub import refuse_pairs
 from mezzo.engines.microbatch import check_state, empty_scores, group_by_length
 from mezzo.engines.torch import catalog
+from mezzo.engines.torch.device_map import DeviceMap
 from mezzo.engines.torch.forward import frozen_cache
 from mezzo.engines.torch.forward.forward import Forward, is_causal
 from mezzo.engines.torch.forward.generation import generate_texts
@@ -29,6 +30,7 @@ from mezzo.engines.torch.forward.shared_prompts import can_share, score_candidat
 from mezzo.engines.torch.forward.trained_modules import TrainedModules
 from mezzo.engines.torch.gradients import GradientDescent
 from mezzo.engines.torch.initial_values import initial_lora_factor, initial_prefix, untrained_partners
+from mezzo.engines.torch.loading import devices_of
 from mezzo.engines.torch.offload import LayerStream
 from mezzo.engines.torch.quantized import is_quantized
 from mezzo.engines.torch.weights.noise import NoiseSource
@@ -76,7 +78,9 @@ class TorchEngine:
         base_digest: str = "",
     ) -> None:
         refuse_pairs(model.config)
-        self.device = torch.device(device)
+        self.devices = devices_of(str(device))
+        """Several share the layers."""
+        self.device = self.devices[0]
         self.quantized = is_quantized(model)
         self.frozen_base = self.quantized or offload
         """Whether the model's own layers can hold nothing that is trained."""
@@ -84,8 +88,7 @@ class TorchEngine:
             raise SpaceError(
                 f"a base that is quantised or offloaded stays as it is: --space {' or '.join(ADAPTERS)}, not {space.kind!r}"
             )
-        self.layer_stream = LayerStream(model, self.device) if offload else None
-        self.model = (model if self.frozen_base else model.to(self.device)).eval().requires_grad_(False)
+        self.model = model.eval().requires_grad_(False)
         self.dtype: torch.dtype = self.model.dtype  # type: ignore[assignment]
         """The type of the stored weights. A CPU computes in float32 whatever it is: 16-bit products are slow there."""
         self.micro_batch = micro_batch or MicroBatch(rows=64)
@@ -93,7 +96,12 @@ class TorchEngine:
         self.pad_id = pad_id
         self.base_digest = base_digest or catalog.digest_of(self.model.named_parameters())
         self.stored_types = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
-        stored = dict(self._widen()) if self.device.type == "cpu" else {}
+        on_cpu = all(device.type == "cpu" for device in self.devices)
+        stored = dict(self._widen()) if on_cpu else {}
+        self.layer_stream = LayerStream(model, self.device) if offload else None
+        self.device_map = DeviceMap(model, self.devices) if len(self.devices) > 1 else None
+        if not (self.frozen_base or self.device_map):
+            model.to(self.device)
         self.catalogue = catalog.catalogue(model)
         self.causal = is_causal(self.model)
         self.share_prompts = can_share(self.model)  # candidates of one prompt continue its keys and values
@@ -104,12 +112,13 @@ class TorchEngine:
         self.trained: tuple[TrainedTensor, ...] = select(space, self.catalogue)
         self.transposed = {t.name for t in self.catalogue if t.transposed}
         start = {**dict(self.model.named_parameters()), **stored, **prefixes}
-        self.population = self._make_population(
-            start, NoiseSource(noise_kind, self.device), seed, not (gradients or offload)
-        )
+        kernels = not (gradients or offload or self.device_map)
+        self.population = self._make_population(start, NoiseSource(noise_kind, self.device), seed, kernels)
         modules = TrainedModules(self.model, self.population, space.scaling)
         # Before the parameters become views: a CPU runs no plain forward once they are 16-bit.
         self.frozen_cache = frozen_cache.find(model, modules.changed_by_training(), int(cache_mb * frozen_cache.MIB))
+        if self.layer_stream:
+            self.layer_stream.cache = self.frozen_cache
         self._share_parameters()
         self.plan = make_plan(modules, self.frozen_cache, self.prefix_override)
         self.plan.install()
@@ -169,8 +178,9 @@ class TorchEngine:
             yield
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
+                where = ", ".join(map(str, self.devices))
                 raise RunFailed(
-                    f"{self.device} is out of memory with {self.micro_batch.rows} examples and {members} probes in one forward; "
+                    f"{where} is out of memory with {self.micro_batch.rows} examples and {members} probes in one forward; "
                     "start again with a smaller --micro-batch"
                 ) from None
             raise
@@ -258,10 +268,9 @@ class TorchEngine:
         return catalog.digest_of((t.name, self.population.value(t.name)) for t in self.trained)
 
     def describe(self) -> dict[str, Any]:
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         return {
             "engine": "torch",
-            "device": name,
+            "device": ", ".join(d.type if d.type != "cuda" else torch.cuda.get_device_name(d) for d in self.devices),
             "dtype": str(self.dtype).removeprefix("torch."),
             "torch": torch.__version__,
             "graphs": "none" if self.graphs is None else self.graphs.capture_error or "on",
@@ -296,19 +305,23 @@ class TorchEngine:
 
     @torch.no_grad()
     def merged_model(self) -> nn.Module:
-        """A plain copy of the model with what was trained in its weights, in the types that they were stored in."""
+        """A plain copy of the model in host memory, with what was trained in its weights, in the types they were stored in."""
         if self.space.kind == "prefix":
             raise ConfigError("a prefix is not part of a model's weights: export the adapter instead")
         if self.quantized:
             raise ConfigError("a quantised base cannot take in what was trained: export the adapter instead")
         self.flush_updates()
-        with self.plan.suspended(), self.layer_stream.suspended() if self.layer_stream else contextlib.nullcontext():
-            model = copy.deepcopy(self.model)
-        for name, parameter in model.named_parameters():
+        copies: dict[int, Any] = {}
+        for name, parameter in self.model.named_parameters():
             delta = self.lora_delta(name)
-            merged = parameter.data.clone() if delta is None else parameter.data + delta.to(parameter.device)
-            parameter.data = merged.to(self.stored_types[name])
-        return model
+            merged = parameter.data if delta is None else parameter.data + delta.to(parameter.device)
+            merged = merged.to("cpu", self.stored_types[name], copy=True)
+            copies[id(parameter)] = nn.Parameter(merged, requires_grad=False)
+        with contextlib.ExitStack() as without:
+            for hooks in (self.plan, self.layer_stream, self.device_map):
+                if hooks:
+                    without.enter_context(hooks.suspended())
+            return copy.deepcopy(self.model, copies).cpu()
 
     def lora_delta(self, name: str, factors: Mapping[str, Tensor] | None = None) -> Tensor | None:
         """What LoRA adds to the weight `name`; `factors` take the place of those trained."""
@@ -334,12 +347,16 @@ class TorchEngine:
         """The trained tensors at their initial values; `start` has those that do not follow from the seed."""
 
         def initial(t: TrainedTensor) -> Tensor:
-            return start[t.name] if t.name in start else initial_lora_factor(t, seed).to(self.device)
+            return start[t.name] if t.name in start else initial_lora_factor(t, seed).to(self._device_of(t))
 
         partners = untrained_partners(self.space, self.trained, self.catalogue)
-        compute = torch.float32 if self.device.type == "cpu" else self.dtype
+        compute = torch.float32 if any(device.type == "cpu" for device in self.devices) else self.dtype
         trained = [(t, initial(t)) for t in self.trained]
         return Population(trained, source, {t.name: initial(t) for t in partners}, compute, kernels)
+
+    def _device_of(self, factor: TrainedTensor) -> torch.device:
+        """Where the module computes that a LoRA factor belongs to."""
+        return self.device_map.device_of(factor.name.split(".lora_")[0]) if self.device_map else self.device
 
     def _make_fast_path(self) -> tuple[Graphs | None, Pipeline | None]:
         if self.device.type != "cuda" or not self.population.ops.uses_kernels:

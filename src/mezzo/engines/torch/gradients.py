@@ -36,7 +36,7 @@ class GradientDescent:
     def step(self, step: GradientStep) -> tuple[float, float]:
         """The loss before the step, and the gradient's norm; without finite numbers nothing moves."""
         loss, gradients = self.gradients(step.batch)
-        norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
+        norm = float(torch.stack([gradient.norm().to(self.engine.device) for gradient in gradients.values()]).norm())
         if math.isfinite(loss) and math.isfinite(norm):
             for group in self.optimizer.param_groups:
                 group.update(lr=step.lr, weight_decay=step.weight_decay if group["decays"] else 0.0)

@@ -137,6 +137,14 @@ def device_of(name: str) -> torch.device:
         raise ConfigError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
 
 
+def devices_of(names: str) -> list[torch.device]:
+    """The devices of a list such as `cuda:0,cuda:1`; `all` are the GPUs."""
+    if names == "all" and not gpu_count():
+        raise ConfigError(f"--device all is all GPUs, and torch {torch.__version__} sees none; use --device cpu")
+    every = [f"cuda:{number}" for number in range(gpu_count())]
+    return [device_of(name.strip()) for name in (every if names == "all" else names.split(","))]
+
+
 def preload_imports() -> None:
     """Import what loading any model imports, in a process whose forks will load one."""
     names = ("modeling_utils", "modeling_layers", "processing_utils", "generation.utils", "models.auto.modeling_auto")

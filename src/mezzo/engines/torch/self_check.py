@@ -111,9 +111,10 @@ def _plain_scores(engine: TorchEngine, batch: Batch, probe: Probe, micro_batch: 
         engine.prefix_override.update(prefixes)
         try:
             with lora_hooks(engine.model, lora, engine.space.scaling):
-                logits = torch.func.functional_call(engine.model, weights, (), inputs, tie_weights=True).logits.float()
+                logits = torch.func.functional_call(engine.model, weights, (), inputs, tie_weights=True).logits
         finally:
             engine.prefix_override.clear()
+        logits = logits.to(engine.device, torch.float32)
         if rows.positions is not None:
             logits = select_positions(logits, rows.positions.to(logits.device))
             if batch.readout.kind == "words" and not batch.readout.vocabulary:

@@ -45,7 +45,7 @@ class Forward:
                 trim_last_layer=self.trim_last_layer,
             ) as context,
         ):
-            logits = self.model(**self.inputs(seen, members)).logits
+            logits = self.model(**self.inputs(seen, members)).logits.to(self.device)
         positions = context.claim_positions()
         if positions is not None:  # the model has no base model whose hidden states could be selected
             logits = select_positions(logits, positions)

@@ -64,6 +64,10 @@ class FrozenCache:
         finally:
             self._output = None
 
+    def replaces(self, layer: nn.Module) -> bool:
+        """Whether a layer returns a given state in the current forward."""
+        return self._output is not None and layer in self.layers
+
     def layer_forward(self, layer: nn.Module, inner: Forward) -> Forward:
         """The forward of one of the frozen layers."""
         values, is_last = self.layers[layer], layer is list(self.layers)[-1]

@@ -149,7 +149,7 @@ def _length_mask(lengths: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.
 
 def select_positions(hidden: Tensor, positions: Tensor) -> Tensor:
     """[rows, L, d] at positions[rows, k] → [rows, k, d]."""
-    return hidden.gather(1, positions[:, :, None].expand(-1, -1, hidden.shape[-1]))
+    return hidden.gather(1, positions.to(hidden.device)[:, :, None].expand(-1, -1, hidden.shape[-1]))
 
 
 def sum_log_probabilities(logits: Tensor, targets: Tensor, is_target: Tensor) -> Tensor:

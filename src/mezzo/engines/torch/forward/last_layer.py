@@ -46,7 +46,7 @@ def trimmed_forward(layer: Any, population: Population, inner: Forward) -> Forwa
         positions = population.context.claim_positions() if population.context.trim_last_layer else None
         if positions is None:
             return inner(hidden_states, *args, **kwargs)
-        return compute(layer, hidden_states, positions, *args, **kwargs)
+        return compute(layer, hidden_states, positions.to(hidden_states.device), *args, **kwargs)
 
     return forward
 

@@ -71,7 +71,7 @@ def linear(module: nn.Linear | Conv1D, inner: Forward, trained: TrainedModule, p
         x = population.split(rows, trained.path)
         words = population.context.words if trained.is_head else None
         if words is not None:
-            y = _word_logits(x, words, module, weight, bias, population)
+            y = _word_logits(x, words.to(x.device), module, weight, bias, population)
         elif weight is None or not population.perturbed:
             y = base(x)
         elif rank:
@@ -113,9 +113,9 @@ def _low_rank_term(x: Tensor, weight: str, rank: int, population: Population, tr
     left, right = population.ops.factors(population.trained[weight], population.point)
     if transposed:
         left, right = right, left
-    scales = (population.point.scales * (1 / rank**0.5)).repeat_interleave(rank, dim=1)
-    inner = x @ right.to(x.dtype)  # ±1 in any type
-    return (inner * _broadcast(scales, inner)).to(x.dtype) @ left.T.to(x.dtype)
+    scales = (population.point.scales * (1 / rank**0.5)).repeat_interleave(rank, dim=1).to(x.device)
+    inner = x @ right.to(x)  # ±1 in any type
+    return (inner * _broadcast(scales, inner)).to(x.dtype) @ left.T.to(x)
 
 
 def _lora_term(x: Tensor, names: tuple[str, str], population: Population, scaling: float) -> Tensor:

@@ -142,7 +142,8 @@ def make_plan(modules: TrainedModules, cache: FrozenCache | None, prefix_overrid
             for chosen, choice in kernels.choose(path, module):
                 plan.add(chosen, Stage.KERNEL, choice)
         elif trained or part_of(module) in WITH_KERNELS:
-            plan.add(module, Stage.KERNEL, Choice("kernels", reason=kernel_refusal(population.source.device)))
+            reason = kernel_refusal(population.source.device) or "not with gradients, --offload or several devices"
+            plan.add(module, Stage.KERNEL, Choice("kernels", reason=reason))
         if module is last and module not in cached:
             plan.add(module, Stage.READOUT, _trim(module, modules))
         if module in base_models:

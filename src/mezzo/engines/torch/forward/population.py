@@ -175,7 +175,7 @@ class Population:
 
     def _scratch_like(self, value: Tensor) -> Tensor:
         count = self.members * value.numel()
-        if self.scratch.numel() < count:
+        if self.scratch.numel() < count or self.scratch.device != value.device:
             self.scratch = torch.empty(0)  # free the smaller one first
             self.scratch = torch.empty(count, device=value.device, dtype=self.compute)
         return self.scratch[:count].view(self.members, *value.shape)

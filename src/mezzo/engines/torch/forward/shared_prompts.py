@@ -65,7 +65,7 @@ def score_candidates(engine: TorchEngine, batch: Batch, out: Scores) -> None:
     first = torch.tensor([candidate[0] for candidate in candidates], device=device).repeat(members)
     positions = context.claim_positions()
     logits = output.logits if positions is None else select_positions(output.logits, positions)
-    total = logits[:, 0].float().log_softmax(-1)[cache_rows, first]
+    total = logits[:, 0].to(device).float().log_softmax(-1)[cache_rows, first]
     if longest > 1:
         total = total + _continuation_scores(
             engine, candidates, output.past_key_values, cache_rows, mask, last[prompt_of_row]
@@ -81,7 +81,8 @@ def _continuation_scores(
     """[P·rows] log-probability of each candidate's tokens after its first, on top of its prompt's cache."""
     population, device = engine.population, engine.device
     members, count = population.members, len(candidates)
-    cache.batch_select_indices(cache_rows)
+    # Layers on other devices cannot be indexed from this one, but from the host.
+    cache.batch_select_indices(cache_rows.cpu() if engine.device_map else cache_rows)
     ids = pad([c[:-1] for c in candidates], None, engine.pad_id).to(device)
     targets = pad([c[1:] for c in candidates], None, -1).to(device).repeat(members, 1)
     position_ids = last + 1 + torch.arange(ids.shape[1], device=device)
@@ -93,5 +94,5 @@ def _continuation_scores(
             position_ids=position_ids.repeat(members, 1),
             past_key_values=cache,
             use_cache=True,
-        ).logits
+        ).logits.to(device)
     return sum_log_probabilities(logits.float(), targets, targets >= 0)

@@ -33,7 +33,7 @@ class FlatEntry:
 
 
 class FlatBuffer:
-    """Small tensors of one dtype and one decay setting, each at a multiple of `ALIGN` elements; the gaps are unused."""
+    """Small tensors of one device, dtype and decay setting, each at a multiple of `ALIGN` elements; the gaps are unused."""
 
     def __init__(self, tensors: Sequence[tuple[TrainedTensor, Tensor]]) -> None:
         self.entries: list[FlatEntry] = []
@@ -52,8 +52,8 @@ class FlatBuffer:
 
 
 def group_flat_buffers(tensors: Sequence[tuple[TrainedTensor, Tensor]]) -> list[FlatBuffer]:
-    """One buffer for each combination of dtype and decay setting."""
-    groups: dict[tuple[bool, torch.dtype], list[tuple[TrainedTensor, Tensor]]] = {}
+    """One buffer for each combination of device, dtype and decay setting."""
+    groups: dict[tuple[bool, torch.dtype, torch.device], list[tuple[TrainedTensor, Tensor]]] = {}
     for trained, tensor in tensors:
-        groups.setdefault((trained.decay, tensor.dtype), []).append((trained, tensor))
+        groups.setdefault((trained.decay, tensor.dtype, tensor.device), []).append((trained, tensor))
     return [FlatBuffer(group) for group in groups.values()]

@@ -31,6 +31,13 @@ class NoiseSource:
         self.device = device
         self._cache: OrderedDict[tuple[int, str], Tensor] = OrderedDict()
         self._cached_bytes = 0
+        self._elsewhere: dict[torch.device, NoiseSource] = {}
+
+    def on(self, device: torch.device) -> NoiseSource:
+        """The same noise on a device."""
+        if device.type == self.device.type and self.device.index in (None, device.index):
+            return self
+        return self._elsewhere.setdefault(device, NoiseSource(self.kind, device))
 
     def dense(self, seed: int, name: str, count: int, start: int = 0, stop: int | None = None) -> Tensor:
         """Elements [start, stop) of the flattened noise of a tensor with `count` elements; `start` is a multiple of 64."""
@@ -98,6 +105,8 @@ class NoiseSource:
         """Drop the cached bits, at the end of a step."""
         self._cache.clear()
         self._cached_bytes = 0
+        for source in self._elsewhere.values():
+            source.clear_cache()
 
     def _is_long(self, count: int) -> bool:
         return count * noise.BITS[self.kind] > 8 * MAX_CACHED_STREAM_BYTES

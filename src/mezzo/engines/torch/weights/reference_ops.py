@@ -53,7 +53,7 @@ class ReferenceOps:
         flat, rows = value.reshape(-1), out.view(len(point.probes), -1)
         for start, stop in _chunks(trained, value):
             base = flat[start:stop].float()
-            noises = {seed: self._matrix_noise(trained, seed, start, stop) for seed in point.seeds}
+            noises = {seed: self._matrix_noise(trained, value, seed, start, stop) for seed in point.seeds}
             for row, probe in zip(rows[:, start:stop], point.probes, strict=True):
                 perturbed = base
                 for number, (seed, scale) in enumerate(probe.terms, 1):
@@ -69,14 +69,15 @@ class ReferenceOps:
 
     def perturb_rows(self, trained: TrainedTensor, value: Tensor, ids: Tensor, point: ProbePoint) -> Tensor:
         """[P, *ids.shape, width] in float32: rows of a matrix at every member, without touching the others."""
+        source = self.source.on(value.device)
         if trained.rank:
             scales = point.scales * (1 / trained.rank**0.5)
-            pairs = (self.source.factors(seed, trained.name, trained.shape, trained.rank) for seed in point.seeds)
+            pairs = (source.factors(seed, trained.name, trained.shape, trained.rank) for seed in point.seeds)
             noises = [left[ids] @ right.T for left, right in pairs]
         else:
             scales = point.scales
-            noises = [self.source.rows(seed, trained.name, trained.shape, ids) for seed in point.seeds]
-        return value[ids].float() + torch.tensordot(scales, torch.stack(noises), dims=1)
+            noises = [source.rows(seed, trained.name, trained.shape, ids) for seed in point.seeds]
+        return value[ids].float() + torch.tensordot(scales.to(value.device), torch.stack(noises), dims=1)
 
     def factors(self, trained: TrainedTensor, point: ProbePoint) -> tuple[Tensor, Tensor]:
         """U[out, K·r] and V[in, K·r] of low-rank noise, the columns of all seeds side by side."""
@@ -95,7 +96,7 @@ class ReferenceOps:
             flat.decay,
             update,
             lambda seed: self._flat_noise(flat, seed),
-            lambda: self.source.flat_rounding_bits(rounding.first_seed(update), flat.sizes),
+            lambda: self.source.on(flat.values.device).flat_rounding_bits(rounding.first_seed(update), flat.sizes),
             self._signs_only,
         )
 
@@ -105,15 +106,15 @@ class ReferenceOps:
             self._update_matrix(trained, value, device_update.update)
 
     def _update_matrix(self, trained: TrainedTensor, value: Tensor, update: Update) -> None:
-        flat, rounding_seed = value.view(-1), rounding.first_seed(update)
+        flat, rounding_seed, source = value.view(-1), rounding.first_seed(update), self.source.on(value.device)
         scaled = [(seed, noise.factor_scale(coef, trained.rank)) for seed, coef in update.terms]
         for start, stop in _chunks(trained, value):
             update_values(
                 flat[start:stop],
                 trained.decay,
                 Update(tuple(scaled), update.keep),
-                lambda seed, a=start, b=stop: self._matrix_noise(trained, seed, a, b),  # type: ignore[misc]
-                lambda a=start, b=stop: self.source.rounding_bits(rounding_seed, trained.name, a, b),  # type: ignore[misc]
+                lambda seed, a=start, b=stop: self._matrix_noise(trained, value, seed, a, b),  # type: ignore[misc]
+                lambda a=start, b=stop: source.rounding_bits(rounding_seed, trained.name, a, b),  # type: ignore[misc]
                 self._signs_only and not trained.rank,
             )
 
@@ -123,13 +124,15 @@ class ReferenceOps:
         return self.source.kind == "rademacher"
 
     def _flat_noise(self, flat: FlatBuffer, seed: int) -> Tensor:
-        return self.source.unpack(self.source.flat_packed_bits(seed, flat.sizes))
+        source = self.source.on(flat.values.device)
+        return source.unpack(source.flat_packed_bits(seed, flat.sizes))
 
-    def _matrix_noise(self, trained: TrainedTensor, seed: int, start: int, stop: int) -> Tensor:
-        """A chunk of a matrix's noise; low-rank noise as the integers U·Vᵀ, without its 1/√r."""
+    def _matrix_noise(self, trained: TrainedTensor, value: Tensor, seed: int, start: int, stop: int) -> Tensor:
+        """A chunk of the noise of a matrix `value`; low-rank noise as the integers U·Vᵀ, without its 1/√r."""
+        source = self.source.on(value.device)
         if not trained.rank:
-            return self.source.dense(seed, trained.name, math.prod(trained.shape), start, stop)
-        left, right = self.source.factors(seed, trained.name, trained.shape, trained.rank)
+            return source.dense(seed, trained.name, math.prod(trained.shape), start, stop)
+        left, right = source.factors(seed, trained.name, trained.shape, trained.rank)
         width = trained.shape[1]
         return (left[start // width : stop // width] @ right.T).view(-1)
 
