@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,6 +49,15 @@ def test_base_weights_cannot_be_trained_in_host_memory(tiny_run, tmp_path):
         mezzo.finetune(**{**tiny_run, "space": "full"}, offload=True)
     run = mezzo.finetune(**tiny_run, steps=2, offload=True, out=str(tmp_path / "run"))
     assert mezzo.verify(run.out).ok
+
+
+def test_benchmark_prints_a_table(capsys):
+    script = Path(__file__).parents[2] / "benchmarks" / "offload.py"
+    sizes = ["--shape", "opt-tiny", "--dtype", "float32", "--rows", "2", "--length", "8", "--rounds", "1"]
+    placements = ["resident", "offload", "split"]
+    runpy.run_path(str(script))["main"]([*sizes, "--device", "cpu", "--placements", *placements])
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert [line.split(" | ")[0] for line in table[2:]] == [f"| {placement}" for placement in placements]
 
 
 def make_deep_llama() -> torch.nn.Module:

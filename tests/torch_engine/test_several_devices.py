@@ -175,7 +175,9 @@ def test_layers_are_divided_by_bytes_and_tied_tensors_stay_together():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("make", "space"), CASES.values(), ids=CASES)
-def test_layers_over_a_gpu_and_a_cpu_give_the_weights_of_a_cpu(make, space):
+def test_layers_over_a_gpu_and_a_cpu_give_the_weights_of_a_cpu(make, space, monkeypatch):
+    monkeypatch.setattr(flat_buffer, "MAX_SMALL_ELEMENTS", 1024)
+
     def same(ours, theirs):
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3)
 

@@ -33,7 +33,7 @@ from mezzo.engines.torch.initial_values import initial_lora_factor, initial_pref
 from mezzo.engines.torch.loading import devices_of
 from mezzo.engines.torch.offload import LayerStream
 from mezzo.engines.torch.quantized import is_quantized
-from mezzo.engines.torch.weights.noise import NoiseSource
+from mezzo.engines.torch.weights.noise import NoiseSource, make_source
 from mezzo.errors import ConfigError, ModelError, RunFailed, SpaceError, is_out_of_memory
 from mezzo.method import noise
 from mezzo.method.space import ADAPTERS, Space, lora_names, select
@@ -113,7 +113,7 @@ class TorchEngine:
         self.transposed = {t.name for t in self.catalogue if t.transposed}
         start = {**dict(self.model.named_parameters()), **stored, **prefixes}
         kernels = not (gradients or offload or self.device_map)
-        self.population = self._make_population(start, NoiseSource(noise_kind, self.device), seed, kernels)
+        self.population = self._make_population(start, make_source(noise_kind, self.device), seed, kernels)
         modules = TrainedModules(self.model, self.population, space.scaling)
         # Before the parameters become views: a CPU runs no plain forward once they are 16-bit.
         self.frozen_cache = frozen_cache.find(model, modules.changed_by_training(), int(cache_mb * frozen_cache.MIB))

@@ -3,6 +3,7 @@ while the last computes."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
 from collections.abc import Iterator
@@ -63,6 +64,8 @@ class LayerStream(ModuleHooks):
         """The bytes of each layer one behind the other, in memory that is locked for a GPU: only such memory is copied while
         the GPU computes. Layer by layer, so that the model is in memory once."""
         memory = mmap.mmap(-1, sum(self.sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(AttributeError, OSError):  # not Linux, or without large pages, which are locked faster
+            memory.madvise(mmap.MADV_HUGEPAGE)
         pool = torch.frombuffer(memory, dtype=torch.uint8)
         layers = list(torch.split(pool, self.sizes))
         for part, parameters in zip(layers, self.parameters, strict=True):
@@ -83,7 +86,7 @@ class LayerStream(ModuleHooks):
         if self._is_skipped(index):
             return
         if index not in self.held:
-            self._copy(index, 0)
+            self.copy_layer(index, 0)
         slot = self.held.index(index)
         if self.copies is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.copies)
@@ -93,7 +96,7 @@ class LayerStream(ModuleHooks):
         while self._is_skipped(following):
             following = (following + 1) % len(self.layers)
         if following not in self.held:
-            self._copy(following, 1 - slot)
+            self.copy_layer(following, 1 - slot)
 
     def _unload(self, index: int) -> None:
         for parameter, value in zip(self.parameters[index], self.host[index], strict=True):
@@ -102,7 +105,7 @@ class LayerStream(ModuleHooks):
     def _is_skipped(self, index: int) -> bool:
         return self.cache is not None and self.cache.replaces(self.layers[index])
 
-    def _copy(self, index: int, slot: int) -> None:
+    def copy_layer(self, index: int, slot: int) -> None:
         """Copy a layer to a slot, once the layer that is there has been computed."""
         if self.copies is not None:
             self.copies.wait_stream(torch.cuda.current_stream(self.device))

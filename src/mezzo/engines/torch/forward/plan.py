@@ -22,8 +22,8 @@ from mezzo.engines.torch.forward import last_layer, prefix
 from mezzo.engines.torch.forward.choice import Choice
 from mezzo.engines.torch.forward.frozen_cache import FrozenCache
 from mezzo.engines.torch.forward.modules import kind_of, member_forward
-from mezzo.engines.torch.forward.population import kernel_refusal
 from mezzo.engines.torch.forward.trained_modules import TrainedModule, TrainedModules
+from mezzo.engines.torch.gpu.availability import kernel_refusal
 
 WITH_KERNELS = (Part.ENCODER_LAYER, Part.ROTARY_ATTENTION, Part.GATED_MLP, Part.RMS_NORM)
 

@@ -8,8 +8,6 @@ large matrices are perturbed one at a time into scratch that all layers share.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import os
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mezzo.engines.torch.forward.probe_point import DeviceUpdate, ProbePoint
+from mezzo.engines.torch.gpu.availability import kernel_refusal
 from mezzo.engines.torch.weights.flat_buffer import group_flat_buffers, is_large
 from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.engines.torch.weights.reference_ops import ReferenceOps
@@ -223,11 +222,3 @@ def choose_ops(source: NoiseSource, compute: torch.dtype) -> ReferenceOps:
     from mezzo.engines.torch.gpu.graph_ops import GraphOps
 
     return GraphOps(DeviceNoise(source.kind, source.device), compute)
-
-
-def kernel_refusal(device: torch.device) -> str:
-    """Why there are no kernels on a device; empty where there are."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # kernels on a CPU, for tests
-    if device.type != "cuda" and not interpreted:
-        return "they need a GPU"
-    return "" if importlib.util.find_spec("triton") is not None else "Triton is not installed"

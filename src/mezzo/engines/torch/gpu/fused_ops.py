@@ -59,11 +59,12 @@ class DeviceNoise(NoiseSource):
             keys = self.keys(name)
             if seed not in self._seeds:
                 self._seeds[seed] = words_on(self.device, [seed])
-            philox.words[(-(-count // WORDS_BLOCK),)](
-                *(out, count, first, keys if rows is None else rows, words_per_row, self._seeds[seed], keys),
-                SELECT_ROWS=rows is not None,
-                BLOCK=WORDS_BLOCK,
-            )
+            with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]  # kernels run on the current GPU
+                philox.words[(-(-count // WORDS_BLOCK),)](
+                    *(out, count, first, keys if rows is None else rows, words_per_row, self._seeds[seed], keys),
+                    SELECT_ROWS=rows is not None,
+                    BLOCK=WORDS_BLOCK,
+                )
         return out.view(torch.uint8)
 
     def keys(self, *names: str) -> Tensor:

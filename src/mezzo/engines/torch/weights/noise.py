@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mezzo.engines.torch.gpu.availability import kernel_refusal
 from mezzo.errors import ConfigError
 from mezzo.method import noise, rounding
 
@@ -37,7 +38,9 @@ class NoiseSource:
         """The same noise on a device."""
         if device.type == self.device.type and self.device.index in (None, device.index):
             return self
-        return self._elsewhere.setdefault(device, NoiseSource(self.kind, device))
+        if device not in self._elsewhere:
+            self._elsewhere[device] = make_source(self.kind, device)
+        return self._elsewhere[device]
 
     def dense(self, seed: int, name: str, count: int, start: int = 0, stop: int | None = None) -> Tensor:
         """Elements [start, stop) of the flattened noise of a tensor with `count` elements; `start` is a multiple of 64."""
@@ -125,6 +128,15 @@ class NoiseSource:
             while self._cached_bytes > MAX_CACHED_BYTES and len(self._cache) > 1:
                 self._cached_bytes -= self._cache.popitem(last=False)[1].numel()
         return packed
+
+
+def make_source(kind: noise.Kind, device: torch.device) -> NoiseSource:
+    """The noise of a device, generated there if it can."""
+    if kernel_refusal(device):
+        return NoiseSource(kind, device)
+    from mezzo.engines.torch.gpu.fused_ops import DeviceNoise  # needs Triton
+
+    return DeviceNoise(kind, device)
 
 
 def _unpack_signs(packed: Tensor) -> Tensor:
