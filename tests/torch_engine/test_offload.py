@@ -94,7 +94,7 @@ def test_offloaded_layers_need_less_memory_and_score_alike(dtype):
             assert all(parameter.isfinite().all() for parameter in merged.values())
         engine.close()
         del engine, model
-    np.testing.assert_allclose(scores[1], scores[0], atol=1e-4 if dtype == torch.float32 else 0.1)
+    np.testing.assert_allclose(scores[1], scores[0], atol=5e-4 if dtype == torch.float32 else 0.1)
     print(f"model {size / 2**20:.0f} MiB, peaks {peaks[0] / 2**20:.0f} and {peaks[1] / 2**20:.0f} MiB")
     assert peaks[1] < 0.75 * size < size < peaks[0]
 
