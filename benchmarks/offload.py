@@ -23,6 +23,7 @@ from torch import nn
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.engines.torch.loading import device_of, gpu_count
 from mezzo.engines.torch.offload import LayerStream
+from mezzo.errors import RunFailed
 from mezzo.method.space import Space
 from mezzo.types import Batch, MicroBatch, Probe, Prompt, Readout
 
@@ -102,7 +103,7 @@ def measure(placement: str, options: argparse.Namespace, device: torch.device) -
     start = time.perf_counter()
     try:
         engine = open_engine(placement, options, device)
-    except torch.cuda.OutOfMemoryError:
+    except (torch.OutOfMemoryError, RunFailed):
         yield f"| {placement} | | does not fit | | | |"
         return
     opened, stream = _now(device) - start, engine.layer_stream

@@ -12,7 +12,7 @@ import mezzo
 from mezzo.engines.torch import device_map, engine, module_hooks
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.engines.torch.weights import flat_buffer
-from mezzo.errors import ConfigError, ModelError
+from mezzo.errors import ConfigError, ModelError, RunFailed
 from mezzo.method.space import Space
 from mezzo.types import Batch, Generation, GradientStep, Probe, Prompt, Readout, Update
 from tests.conftest import make_batch, make_llama, make_roberta
@@ -161,6 +161,15 @@ def test_what_cannot_be_split_is_refused(tiny_run):
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match=r"--device all is all GPUs, and torch .* sees none"):
             TorchEngine(make_llama(), LORA, device="all")
+
+
+def test_a_model_that_does_not_fit_names_the_remedies(monkeypatch):
+    def run_out(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(nn.Module, "to", run_out)
+    with pytest.raises(RunFailed, match=r"0\.0 GB do not fit cpu: use .*--device all.*--offload"):
+        TorchEngine(make_llama(), LORA)
 
 
 def test_layers_are_divided_by_bytes_and_tied_tensors_stay_together():

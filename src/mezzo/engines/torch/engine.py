@@ -98,10 +98,7 @@ class TorchEngine:
         self.stored_types = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
         on_cpu = all(device.type == "cpu" for device in self.devices)
         stored = dict(self._widen()) if on_cpu else {}
-        self.layer_stream = LayerStream(model, self.device) if offload else None
-        self.device_map = DeviceMap(model, self.devices) if len(self.devices) > 1 else None
-        if not (self.frozen_base or self.device_map):
-            model.to(self.device)
+        self.layer_stream, self.device_map = self._place_model(offload)
         self.catalogue = catalog.catalogue(model)
         self.causal = is_causal(self.model)
         self.share_prompts = can_share(self.model)  # candidates of one prompt continue its keys and values
@@ -340,6 +337,25 @@ class TorchEngine:
         self_check(self, batch, eps)
 
     # ---- the model's parameters
+
+    def _place_model(self, offload: bool) -> tuple[LayerStream | None, DeviceMap | None]:
+        """Move the model to where it computes."""
+        try:
+            if offload:
+                return LayerStream(self.model, self.device), None
+            if len(self.devices) > 1:
+                return None, DeviceMap(self.model, self.devices)
+            if not self.quantized:
+                self.model.to(self.device)
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                size = sum(parameter.nbytes for parameter in self.model.parameters()) / 1e9
+                raise RunFailed(
+                    f"the model's {size:.1f} GB do not fit {', '.join(map(str, self.devices))}: use --dtype bfloat16, more GPUs "
+                    "(--device all), --offload or --quantize 4bit"
+                ) from None
+            raise
+        return None, None
 
     def _make_population(
         self, start: Mapping[str, Tensor], source: NoiseSource, seed: int, kernels: bool
