@@ -42,6 +42,17 @@ def test_offloaded_layers_compute_the_same(make, space):
         assert np.isfinite(offloaded.score(batch, PAIR)).all(), "and it goes on"
 
 
+@pytest.mark.parametrize(("cache_mb", "copies"), [(0, 5), (1, 0)])
+def test_a_forward_copies_each_layer_once_and_cached_ones_never(cache_mb, copies):
+    model, batch = make_roberta(num_hidden_layers=5), make_batch(6)
+    engine = TorchEngine(model, Space("lora", rank=2, layers="4:"), offload=True, cache_mb=cache_mb)
+    stream = engine.layer_stream
+    engine.score(batch, PAIR)
+    before = stream.copied_bytes
+    engine.score(batch, PAIR)
+    assert stream.copied_bytes - before == copies * stream.sizes[0]
+
+
 def test_base_weights_cannot_be_trained_in_host_memory(tiny_run, tmp_path):
     with pytest.raises(SpaceError, match="lora or prefix"):
         TorchEngine(make_llama(), Space("full"), offload=True)
