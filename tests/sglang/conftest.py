@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,6 @@ import pytest
 
 from mezzo.engines import open_engine
 from mezzo.engines.base import EngineSpec
-from mezzo.engines.microbatch import empty_scores
-from mezzo.engines.sglang import requests
-from mezzo.engines.token_rows import token_rows, write_scores
 from mezzo.method.space import Space
 from mezzo.types import Batch, Probe, Prompt, Readout, Scores, Update
 
@@ -75,15 +72,6 @@ def candidates_batch(reduce: str = "mean", low: int = 3, high: int = 40) -> Batc
         for count in (2, 3, 1, 2, 3)
     ]
     return Batch(tuple(prompts), Readout("candidates", reduce=reduce))  # type: ignore[arg-type]
-
-
-def score_by_requests(engine: Any, batch: Batch, probes: Sequence[Probe]) -> Scores:
-    """The scores of the in-process engine through SGLang's own requests, one for each token row."""
-    rows, scores = token_rows(batch), empty_scores(batch, len(probes))
-    body = requests.scoring_body(rows, [None] * len(rows), batch.readout)
-    for index, probe in enumerate(probes):
-        write_scores(scores, index, rows, requests.parse_scores(rows, engine.request_at([probe], body), batch.readout))
-    return scores
 
 
 def distance(a: Scores, b: Scores) -> float:

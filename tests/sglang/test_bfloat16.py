@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mezzo.method.space import Space
-from tests.sglang.conftest import PAIR, open_both_engines, score_by_requests, spec_of, update, words_batch
+from tests.sglang.conftest import PAIR, open_both_engines, spec_of, update, words_batch
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.gpu]
 if not torch.cuda.is_available():
@@ -37,6 +37,6 @@ def test_sign_differences_match_torch_engine(engines):
 
 def test_batched_scores_match_single_requests(engines):
     ours, batch = engines[0], words_batch(16)
-    batched, single = ours.score(batch, PAIR), score_by_requests(ours, batch, PAIR)
+    batched, single = ours.score(batch, PAIR), ours.score_by_requests(batch, PAIR)
     batched, single = (scores - scores.mean(-1, keepdims=True) for scores in (batched, single))
     assert np.abs(batched - single).max() < 1e-4

@@ -12,7 +12,12 @@ import pytest
 from mezzo.cli.parser import build_parser
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "docs" / "sglang.md", *sorted((ROOT / "examples").glob("sglang*.py")), ROOT / "README.md"]
+PAGES = [
+    ROOT / "docs" / "sglang.md",
+    ROOT / "docs" / "serving.md",
+    *sorted((ROOT / "examples").glob("sglang*.py")),
+    ROOT / "README.md",
+]
 
 
 def commands(program: str) -> list[list[str]]:
@@ -41,6 +46,6 @@ def test_server_commands_are_valid():
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     calls = commands("python -m sglang.launch_server")
-    assert len(calls) == 3
+    assert len(calls) == 4
     for words in calls:
         parser.parse_args(words)

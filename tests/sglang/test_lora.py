@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mezzo.engines.token_rows import MIN_SHARED_TOKENS
+from mezzo.errors import RunFailed
 from mezzo.method.space import Space
 from mezzo.types import Batch, Generation, MicroBatch, Probe
 from tests.sglang.conftest import (
@@ -16,7 +17,6 @@ from tests.sglang.conftest import (
     candidates_batch,
     distance,
     open_both_engines,
-    score_by_requests,
     spec_of,
     tokens,
     update,
@@ -81,7 +81,23 @@ def test_probe_leaves_weights_and_scores_unchanged(engines):
 @pytest.mark.parametrize("name", ["words", "candidates", "shared-prompts"])
 def test_batched_scores_match_single_requests(engines, name):
     ours, batch = engines[0], BATCHES[name]
-    assert distance(score_by_requests(ours, batch, PAIR), ours.score(batch, PAIR)) < TOLERANCE
+    assert distance(ours.score_by_requests(batch, PAIR), ours.score(batch, PAIR)) < TOLERANCE
+
+
+def test_requests_are_used_where_sglang_refuses_built_batches(engines, monkeypatch, capsys):
+    ours, reference = engines
+    assert ours.builds_batches
+
+    def fail(*_: object) -> None:
+        raise RunFailed("SGLang's worker 0 failed: AttributeError: no such pool")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ours, "_score_in_one_call", fail)
+        assert not ours._check_built_batches()
+        assert "no such pool): using its requests" in capsys.readouterr().err
+        patch.setattr(ours, "builds_batches", False)
+        assert distance(ours.score(BATCHES["words"], PAIR), reference.score(BATCHES["words"], PAIR)) < TOLERANCE
+    assert ours._check_built_batches()
 
 
 def test_scores_do_not_depend_on_micro_batches_or_order(engines):
@@ -115,7 +131,7 @@ def test_evicted_adapters_are_written_again(engines):
             input_ids=[[5, 6, 7]], sampling_params={"max_new_tokens": 1, "temperature": 0}, lora_path=[name]
         )
     assert not set(ours.channel.call("resident_adapters")) & set(ours.adapters), "they must have been evicted"
-    assert distance(score_by_requests(ours, batch, PAIR), expected) < TOLERANCE
+    assert distance(ours.score_by_requests(batch, PAIR), expected) < TOLERANCE
     np.testing.assert_array_equal(ours.score(batch, PAIR), expected)
     for name in others:
         assert ours.engine.unload_lora_adapter(name).success

@@ -39,7 +39,7 @@ def center(scores):
 def test_weights_and_sign_differences_match_torch_engine(server, space):
     spec = spec_of(SPACES[space], rows=16, dtype="bfloat16", device="cuda")
     reference = open_engine("torch", spec)
-    engine = open_engine("sglang", spec_of(SPACES[space], dtype="bfloat16", urls=(server.url,)))
+    engine = open_engine("sglang", spec_of(SPACES[space], dtype="bfloat16", urls=(server.url,), exclusive_server=True))
     for step in range(10):
         for each in (engine, reference):
             each.apply([*UPDATES, update((100 + step, 1e-3), keep=0.9999)])
@@ -57,4 +57,4 @@ def test_weights_and_sign_differences_match_torch_engine(server, space):
 def test_matrices_of_another_dtype_are_refused(server):
     """Their updates would be rounded differently. LoRA factors are held by the client, so the server's dtype does not matter."""
     with pytest.raises(ConfigError, match="holds its weights as 'bfloat16', the run as 'float32'"):
-        open_engine("sglang", spec_of(SPACES["matrices"], urls=(server.url,)))
+        open_engine("sglang", spec_of(SPACES["matrices"], urls=(server.url,), exclusive_server=True))

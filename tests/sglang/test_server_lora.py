@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -56,6 +57,8 @@ def reference():
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_scores_match_torch_engine(servers, reference, replicas):
     engine = open_engine("sglang", spec_of(LORA, urls=tuple(server.url for server in servers[:replicas])))
+    assert [each.makes_adapters for each in engine.pool.live] == [True, False][:replicas], "seeds or factors travel"
+    engine.score(words_batch(2), PAIR)
     engine.apply(UPDATES)
     assert engine.digest() == reference.digest() and engine.base_digest == reference.base_digest
     for batch in (words_batch(), words_batch(vocabulary=True), candidates_batch(), candidates_batch(low=30, high=50)):
@@ -100,9 +103,11 @@ OPTIONS = {
 }
 
 
-def post(server: Server, path: str, body: dict) -> None:
+def post(server: Server, path: str, body: dict) -> dict:
     headers = {"Content-Type": "application/json", "Authorization": "Bearer secret"}
-    urllib.request.urlopen(urllib.request.Request(server.url + path, json.dumps(body).encode(), headers), timeout=60)
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read())
 
 
 def assert_same_run(a, b):
@@ -158,6 +163,26 @@ def test_servers_come_and_go(servers, data, tmp_path, monkeypatch):
     assert run.accuracy == uninterrupted.accuracy
     assert_same_run(api.records(out), api.records(tmp_path / "uninterrupted"))
     assert api.verify(out).ok
+
+
+def test_other_clients_get_the_same_answers(servers, data, tmp_path):
+    """A tenant sends ordinary requests, without an adapter, while LoRA is trained on the server."""
+    body = {"input_ids": list(range(100, 124)), "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
+    answers, done = [post(servers[1], "/generate", body)["output_ids"]], threading.Event()
+
+    def tenant() -> None:
+        while not done.is_set():
+            answers.append(post(servers[1], "/generate", body)["output_ids"])
+
+    thread = threading.Thread(target=tenant)
+    thread.start()
+    try:
+        options = {"train": data, "dev": data, **OPTIONS, "lr": 1.0, "steps": 4}
+        api.finetune(MODEL, engine="sglang", url=(servers[1].url,), out=tmp_path / "run", **options)
+    finally:
+        done.set()
+        thread.join()
+    assert len(answers) > 4 and all(answer == answers[0] for answer in answers)
 
 
 def test_server_without_mezzo_cannot_train_matrices(servers):

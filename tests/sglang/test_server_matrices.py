@@ -155,7 +155,7 @@ from tests.sglang.conftest import PAIR, UPDATES, spec_of
 from tests.sglang.test_server_matrices import MATRICES
 engine = open_engine("sglang", spec_of(MATRICES, urls=(sys.argv[1],), exclusive_server=True))
 engine.apply(UPDATES)
-with engine._uploaded_adapters(engine.pool.live[0], engine._adapters(PAIR)):
+with engine._uploaded_adapters(engine.pool.live[0], engine._adapters(PAIR, engine.pool.live[0])):
     print("in a step", flush=True)
     time.sleep(600)
 """

@@ -30,14 +30,25 @@ OPTIONS = {
 
 
 def test_two_workers_train_and_agree(tmp_path):
+    import psutil
+
     session = api.open_session(**OPTIONS, workers=2, out=str(tmp_path / "r"))
     try:
         while len(session.engine.request_all("digest")) < 2:  # the second may still be starting
             pass
-        assert len(list(session.records())) == 6
+        records = list(session.records())
+        assert len(records) == 6
         stats = session.engine.run_stats()
+
+        # Back to an earlier step, as for the test of the best one: the engines are not started again.
+        processes = {child.pid for child in psutil.Process().children(recursive=True)}
+        session.engine.replay_journal([record.update for record in records[:3]], {}, None)
+        assert len({*session.engine.request_all("digest").values()}) == 1
+        assert {child.pid for child in psutil.Process().children(recursive=True)} == processes
+        earlier = session.engine.digest()
     finally:
         session.close()
+    assert earlier == api.open_run(tmp_path / "r", at=3)[0].digest()
     assert (stats["lost"], stats["rebuilt"], stats["recomputed_units"]) == (0, 0, 0)
     assert api.verify(tmp_path / "r").ok
 

@@ -148,6 +148,14 @@ class FeatureEngine(Protocol):
 
 
 @runtime_checkable
+class ResettableEngine(Protocol):
+    """What an engine has besides, where starting it again would take long."""
+
+    def reset(self) -> bool:
+        """Put the trained tensors back to the base model; False where they are then not what they should be."""
+
+
+@runtime_checkable
 class ReportingEngine(Protocol):
     """What an engine has besides, where servers that it uses may be lost and come back."""
 

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from mezzo.engines.base import Engine, EngineSpec
+from mezzo.engines.base import Engine, EngineSpec, ResettableEngine
 from mezzo.errors import JournalError, MezzoError, RunFailed
 from mezzo.parallel.messages import UNIT_WORK, Failure, Reply, Request, WorkerFacts, WorkerSpec, deserialize, serialize
 from mezzo.replay.replay import replay
@@ -42,16 +42,22 @@ class Worker:
         return [method(call.batch, call.probes, *options) for call in calls]
 
     def _replay(self, request: Request) -> None:
-        """Apply the request's updates; a range from step 0 on restarts an engine that has moved from the base model."""
+        """Apply the request's updates; for a range from step 0 on, an engine that has moved returns to the base model."""
         span = request.replay
         if span.start == 0 and self.position > 0:
-            self.engine.close()
-            self.engine, self.position = _open_engine(self.spec), 0
+            self._return_to_base()
         if span.start != self.position:
             raise JournalError(f"a worker at step {self.position} was sent the updates from step {span.start} on")
         folder = span.snapshot_folder if span.start == 0 else None
         replay(self.engine, span.updates, span.marks, Snapshots(Path(folder)) if folder else None)
         self.position = span.stop
+
+    def _return_to_base(self) -> None:
+        """Open the engine again where it cannot be reset."""
+        if not (isinstance(self.engine, ResettableEngine) and self.engine.reset()):
+            self.engine.close()
+            self.engine = _open_engine(self.spec)
+        self.position = 0
 
 
 def _open_engine(spec: WorkerSpec) -> Engine:

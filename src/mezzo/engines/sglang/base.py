@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from mezzo.engines.arrays import Array, to_tensor
+from mezzo.engines.arrays import Array, to_numpy, to_tensor
 from mezzo.engines.base import Engine, EngineSpec
 from mezzo.engines.liveness import check_alive
 from mezzo.engines.microbatch import check_state
 from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD, adapter_shape
-from mezzo.engines.sglang.model_facts import read_model_facts
+from mezzo.engines.sglang.model_facts import read_matrices, read_model_facts
 from mezzo.engines.sglang.support import refuse_head, refuse_space
 from mezzo.engines.token_rows import TokenCounts
 from mezzo.engines.torch import catalog
+from mezzo.engines.torch.initial_values import initial_lora_factor
 from mezzo.types import Batch, MicroBatch
 
 
@@ -41,6 +42,14 @@ class SGLangEngine(Engine):
     def load_state(self, tensors: Mapping[str, Array]) -> None:
         """Refuse tensors of another run; a subclass then loads them."""
         check_state(self.trained, tensors)
+
+    def reset(self) -> bool:
+        """Put the trained tensors back to the base without starting SGLang again; False if the result is not the base."""
+        if self.space.kind == "matrices":
+            self.load_state(read_matrices(self.spec, [t.name for t in self.trained]))
+        else:
+            self.load_state({t.name: to_numpy(initial_lora_factor(t, self.spec.seed)) for t in self.trained})
+        return self.digest() == self.facts.initial_digest
 
     def digest(self) -> str:
         """The digest of the tensors in the dtype they are stored in: the model's own for matrices, float32 for LoRA."""

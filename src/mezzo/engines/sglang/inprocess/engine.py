@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from mezzo.engines.arrays import Array
 from mezzo.engines.base import Continuations, EngineSpec
 from mezzo.engines.hf_hub import load_config
+from mezzo.engines.microbatch import empty_scores
 from mezzo.engines.sglang.adapters import adapter_count
 from mezzo.engines.sglang.base import SGLangEngine
 from mezzo.engines.sglang.inprocess import launch
 from mezzo.engines.sglang.inprocess.channel import Channel
+from mezzo.engines.sglang.model_facts import SAMPLE_TOKENS
+from mezzo.engines.sglang.requests import count_tokens, parse_scores, scoring_body
 from mezzo.engines.sglang.support import refuse_space
 from mezzo.engines.sglang.tensor_parts import assemble_tensors
 from mezzo.engines.sglang.versions import installed_version
-from mezzo.errors import ConfigError, ModelError
-from mezzo.types import Batch, Generation, Probe, Scores, Update
+from mezzo.engines.token_rows import token_rows, write_scores
+from mezzo.errors import ConfigError, ModelError, RunFailed
+from mezzo.types import Batch, Generation, Probe, Prompt, Readout, Scores, Update
+
+# How far two ways to the same score may differ.
+SAME_SCORES = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.2}
 
 
 class InProcessEngine(SGLangEngine):
@@ -39,12 +49,44 @@ class InProcessEngine(SGLangEngine):
                 raise ModelError(
                     "SGLang's copy of the trained tensors differs from the checkpoint's; it cannot be trained"
                 )
+            # An encoder has no request that returns label-word scores.
+            self.builds_batches = spec.family == "masked" or self._check_built_batches()
         except BaseException:
             self.close()
             raise
 
     def score(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
-        """scores[P, B, C], by one call into the workers."""
+        """scores[P, B, C], by one call into the workers where this version of SGLang allows it."""
+        return (self._score_in_one_call if self.builds_batches else self.score_by_requests)(batch, probes)
+
+    def score_by_requests(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
+        """The same by SGLang's own requests, one for each token row: slower, and without its internals."""
+        rows, scores = token_rows(batch), empty_scores(batch, len(probes))
+        body = scoring_body(rows, [None] * len(rows), batch.readout)
+        for index, probe in enumerate(probes):
+            answers = self.request_at([probe], body)
+            self.token_counts += count_tokens(answers)
+            write_scores(scores, index, rows, parse_scores(rows, answers, batch.readout))
+        return scores
+
+    def _check_built_batches(self) -> bool:
+        """Whether a batch that mezzo builds scores like SGLang's own requests; how it is built depends on SGLang's internals."""
+        prompts = tuple(Prompt(SAMPLE_TOKENS[:length], label=0) for length in (8, 5, 3))
+        batch = Batch(prompts, Readout("words", words=SAMPLE_TOKENS[:2], vocabulary=True))
+        counts = self.token_counts
+        try:
+            difference = np.abs(self._score_in_one_call(batch, [Probe()]) - self.score_by_requests(batch, [Probe()]))
+            fits = bool(np.all(difference < SAME_SCORES[self.spec.dtype]))
+            reason = f"scores differ by {difference.max():.2g}"
+        except RunFailed as error:
+            fits, reason = False, (str(error).splitlines() or [""])[0]
+        self.token_counts = counts
+        if not fits:
+            version = installed_version()
+            print(f"SGLang {version} does not take mezzo's batches ({reason}): using its requests", file=sys.stderr)
+        return fits
+
+    def _score_in_one_call(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
         scores, token_counts = self.channel.call(
             "score",
             batch=batch,
@@ -99,6 +141,7 @@ class InProcessEngine(SGLangEngine):
             "sglang": installed_version(),
             "threads": launch.thread_limit(self.spec) or os.cpu_count() or 1,
             "tp": self.spec.tp,
+            "builds_batches": self.builds_batches,
         }
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from mezzo.engines.sglang.inprocess.channel import METHOD, answer_request
 
 QUESTION = "mezzo."
+RECIPE_METHOD = "load_lora_weights_from_tensors"
 
 
 def register() -> None:
@@ -27,6 +28,25 @@ def register() -> None:
         return answer(worker.model_runner.model, recv_req.name)
 
     TpModelWorker.get_weights_by_name = get_weights_by_name
+    make_adapters_from_recipes()
+
+
+def make_adapters_from_recipes() -> None:
+    """Let SGLang load an adapter that is described by seeds. SGLang catches what fails there, and tells the client."""
+    from sglang.srt.lora.lora_manager import LoRAManager
+
+    load_weights = getattr(LoRAManager, RECIPE_METHOD, None)
+    if load_weights is None:
+        return
+
+    def load_lora_weights_from_tensors(manager: Any, lora_ref: Any, tensors: Any) -> None:
+        from mezzo.engines.sglang.server.recipes import RECIPE, make_adapter
+
+        if RECIPE in tensors:
+            tensors = make_adapter(manager.__dict__.setdefault("_mezzo_factors", {}), tensors)
+        load_weights(manager, lora_ref, tensors)
+
+    setattr(LoRAManager, RECIPE_METHOD, load_lora_weights_from_tensors)
 
 
 def _call(scheduler: Any, request: str) -> None:

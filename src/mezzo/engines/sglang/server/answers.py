@@ -41,6 +41,8 @@ class WeightStatus:
     error: str
     silent_seconds: float
     """How long ago the owner was heard of."""
+    makes_adapters: bool
+    """It makes adapters from seeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ def parse_status(answer: Any) -> WeightStatus:
             **{name: _text(rank[name]) for name in ("noise", "version", "owner", "base_name", "error")},
             moved=tuple(_text(name) for name in rank["moved"]),
             silent_seconds=float(rank["silent_seconds"]),
+            makes_adapters=rank["makes_adapters"] is True,
         )
         for rank in parse_loader_answer(answer)
     ]

@@ -11,6 +11,7 @@ from mezzo.engines.sglang.server.client_names import PREFIX, is_gone
 from mezzo.engines.sglang.server.loader import Order, digest_part, group_by_size
 from mezzo.engines.sglang.server.replica import Replica
 from mezzo.errors import ConfigError
+from mezzo.method import noise
 
 # A run that trains matrices is heard of that often, and taken for dead after that many seconds of silence.
 HEARTBEAT_SECONDS, SILENCE_SECONDS = 5.0, 30.0
@@ -23,6 +24,7 @@ ReadMatrices = Callable[[Sequence[str]], Mapping[str, Array]]
 def reset_to_base(replica: Replica, client: str, read_matrices: ReadMatrices) -> None:
     """Put the checkpoint's weights back into a server that a dead run has left behind; refuse one that a living run uses."""
     status, name = replica.weight_status(), replica.weight_version()
+    replica.makes_adapters = status is not None and status.makes_adapters and status.noise == noise.VERSION
     if status is None or not (status.version or status.error):
         if name.startswith(PREFIX):
             raise ConfigError(

@@ -7,8 +7,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-import torch
-
 from mezzo.engines.arrays import Array
 from mezzo.engines.base import Continuations, EngineSpec
 from mezzo.engines.hf_hub import locate
@@ -61,7 +59,7 @@ class ServerEngine(SGLangEngine):
         if in_place:
             self.weights = ServerMatrices(spec, self.facts, self._name, self.pool.on_all)
         elif spec.space.kind == "lora":
-            self.weights = UploadedLora(spec, self.facts.trained, self.facts.frozen, torch.device("cpu"))
+            self.weights = UploadedLora(spec, self.facts, self._name)
         try:
             for replica in replicas:
                 self._admit(replica)
@@ -85,10 +83,12 @@ class ServerEngine(SGLangEngine):
             pair, rows = probes[first : first + PROBES_PER_FORWARD], token_rows(batch)
             while rows:
                 servers = self.pool.servers()
-                adapters = self._adapters(pair)  # under names of their own for each attempt
                 work = [(s, share) for i, s in enumerate(servers) if (share := rows[i :: len(servers)])]
                 found = self.pool.run(
-                    [(s, partial(self._score_share, s, share, adapters, batch.readout)) for s, share in work]
+                    [
+                        (s, partial(self._score_share, s, share, self._adapters(pair, s), batch.readout))
+                        for s, share in work
+                    ]
                 )
                 rows = []
                 for (_, share), result in zip(work, found, strict=True):
@@ -97,7 +97,7 @@ class ServerEngine(SGLangEngine):
                         continue
                     values, token_counts = result
                     self.token_counts += token_counts
-                    for index in range(len(adapters)):
+                    for index in range(len(pair)):
                         start = index * len(share)
                         write_scores(scores, first + index, share, values[start : start + len(share)])
         return scores
@@ -111,7 +111,7 @@ class ServerEngine(SGLangEngine):
         count = generation.max_new_tokens
 
         def generate(replica: Replica, probe: Probe) -> list[list[tuple[int, ...]]]:
-            with self._uploaded_adapters(replica, self._adapters([probe])) as (adapter,):
+            with self._uploaded_adapters(replica, self._adapters([probe], replica)) as (adapter,):
                 body = generation_body(batch, count, adapter)
                 return replica.generate(body, lambda rows: [[parse_tokens(row, count)] for row in rows])
 
@@ -150,10 +150,10 @@ class ServerEngine(SGLangEngine):
 
     # ---- adapters
 
-    def _adapters(self, probes: Sequence[Probe]) -> list[NamedAdapter]:
-        """The probes' adapters and new names for them; None where the servers' own weights are the probe."""
+    def _adapters(self, probes: Sequence[Probe], replica: Replica) -> list[NamedAdapter]:
+        """The probes' adapters for a server and new names for them; None where its own weights are the probe."""
         adapters: list[NamedAdapter] = []
-        for tensors in self.weights.adapters(probes):
+        for tensors in self.weights.adapters(probes, replica):
             self._number += 1
             adapters.append((name_adapter(self._name, self._number), tensors) if tensors else None)
         return adapters

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mezzo.engines.arrays import Array, to_tensor
+from mezzo.engines.sglang.inprocess.plugin import RECIPE_METHOD
 from mezzo.engines.sglang.matrices import MatrixShards
 from mezzo.engines.sglang.shards import Shard, layer_shards
 from mezzo.engines.torch.weights.noise import NoiseSource
@@ -163,7 +164,15 @@ def _answer(model: torch.nn.Module, question: str, client: str = "") -> Any:
         ]
     if client and client == ledger.owner:
         ledger.last_contact = time.monotonic()
-    return asdict(ledger) | {"noise": noise.VERSION, "silent_seconds": time.monotonic() - ledger.last_contact}
+    facts = {"noise": noise.VERSION, "silent_seconds": time.monotonic() - ledger.last_contact}
+    return asdict(ledger) | facts | {"makes_adapters": _makes_adapters()}
+
+
+def _makes_adapters() -> bool:
+    """Whether recipes are understood: the plugin has found where SGLang reads an adapter."""
+    from sglang.srt.lora.lora_manager import LoRAManager
+
+    return hasattr(LoRAManager, RECIPE_METHOD)
 
 
 def _model_shards(model: torch.nn.Module) -> dict[str, Shard]:

@@ -56,6 +56,7 @@ class Replica:
         """SGLang's `weight_version` during this run: it changes when the server is restarted or its weights are changed."""
         self.loader_version: str | None = ""
         """The name that mezzo's loader has for the weights; None if its ranks disagree."""
+        self.makes_adapters = False
         self.info = self.read_info()
         if shape is not None and (problem := next(self._option_problems(shape, dtype, loader), "")):
             raise ConfigError(f"the server at {self.url} {problem}. Restart it with {self.command}")

@@ -22,6 +22,7 @@ from mezzo.engines.sglang.server.base_weights import (
     write_matrices,
 )
 from mezzo.engines.sglang.server.loader import Order, describe_updates
+from mezzo.engines.sglang.server.recipes import Recipe, encode_recipe
 from mezzo.engines.sglang.server.replica import Replica
 from mezzo.engines.torch.forward.population import Population
 from mezzo.engines.torch.weights.noise import NoiseSource
@@ -37,7 +38,7 @@ OnServers = Callable[[Callable[[Replica], None]], None]
 class FrozenModel:
     """A model that is evaluated, not trained."""
 
-    def adapters(self, probes: Sequence[Probe]) -> list[AdapterTensors | None]:
+    def adapters(self, probes: Sequence[Probe], replica: Replica) -> list[AdapterTensors | None]:
         return [None for _ in probes]
 
     def apply(self, updates: Sequence[Update]) -> None: ...
@@ -53,20 +54,58 @@ class FrozenModel:
 
 
 class UploadedLora(LoraFactors):
-    """LoRA factors held by the client, and uploaded as adapters at each probe."""
+    """LoRA factors held by the client, and uploaded as adapters at each probe; servers that can make them from seeds."""
 
-    def adapters(self, probes: Sequence[Probe]) -> list[AdapterTensors | None]:
-        """The adapter of each probe."""
+    def __init__(self, spec: EngineSpec, facts: ModelFacts, client: str) -> None:
+        super().__init__(spec, facts.trained, facts.frozen, torch.device("cpu"))
+        self.spec, self.facts, self.client = spec, facts, client
+        self._unsent: dict[Replica, list[Update] | None] = {}
+        """What each server that makes adapters has not been sent: updates, or (None) the factors themselves."""
+
+    def attach(self, replica: Replica) -> None:
+        self._unsent.pop(replica, None)
+        if replica.makes_adapters:
+            self._unsent[replica] = None
+
+    def apply(self, updates: Sequence[Update]) -> None:
+        super().apply(updates)
+        for unsent in self._unsent.values():
+            if unsent is not None:
+                unsent += updates
+
+    def load(self, tensors: Mapping[str, Array]) -> None:
+        super().load(tensors)
+        self._unsent = dict.fromkeys(self._unsent)
+
+    def adapters(self, probes: Sequence[Probe], replica: Replica) -> list[AdapterTensors | None]:
+        """The adapter of each probe, for this server: complete, or as a recipe."""
+        if replica in self._unsent:
+            return self._recipes(probes, replica)
         adapters: list[AdapterTensors] = [{} for _ in probes]
         for module, a, b in self.at_probes(probes):
             for member, adapter in enumerate(adapters):
                 adapter |= adapter_tensors(module, a[member], b[member])
         return list(adapters)
 
+    def _recipes(self, probes: Sequence[Probe], replica: Replica) -> list[AdapterTensors | None]:
+        unsent, self._unsent[replica] = self._unsent[replica], []
+        trained = {t.name: self.population.value(t.name).clone() for t in self.facts.trained}
+        values = trained | dict(self.population.frozen) if unsent is None else None
+        recipes: list[AdapterTensors | None] = []
+        for probe in probes:
+            recipe = Recipe(
+                client=self.client,
+                noise_kind=self.spec.noise_kind,
+                trained=self.facts.trained,
+                probe=probe,
+                updates=tuple(unsent or ()),
+            )
+            recipes.append(encode_recipe(recipe, values))
+            unsent, values = [], None  # the first has brought the server to this step
+        return recipes
+
     def state(self) -> dict[str, Array]:
         return self.arrays()
-
-    def attach(self, replica: Replica) -> None: ...
 
     def close(self) -> None: ...
 
@@ -114,10 +153,15 @@ class ServerMatrices:
         if not self._heartbeat.is_alive():
             self._heartbeat.start()
 
-    def adapters(self, probes: Sequence[Probe]) -> list[AdapterTensors | None]:
+    def adapters(self, probes: Sequence[Probe], replica: Replica) -> list[AdapterTensors | None]:
         """The adapter of each probe; None where the servers' own weights are the probe."""
         adapters: list[AdapterTensors | None] = []
         for probe in probes:
+            if replica.makes_adapters and probe.terms:
+                kind = self.spec.noise_kind
+                recipe = Recipe(client=self.client, noise_kind=kind, trained=self.trained, probe=probe)
+                adapters.append(encode_recipe(recipe))
+                continue
             adapter: AdapterTensors = {}
             for module, a, b in noise_factors(self.source, self.trained, probe):
                 adapter |= adapter_tensors(module, a, b)
