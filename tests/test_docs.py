@@ -307,7 +307,7 @@ OTHER_PROGRAMS = {
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_options_on_pages_exist(page):
-    if page.stem in ("log", "methods", "results", "sglang"):
+    if page.stem in ("log", "methods", "results", "serving", "sglang"):
         pytest.skip("the page has commands of other programs")
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text(encoding="utf-8")))
     assert named <= options_of(build_parser()) | OTHER_PROGRAMS
