@@ -11,11 +11,13 @@ import urllib.request
 
 import numpy as np
 import pytest
+import torch
 
 from mezzo import api
 from mezzo.engines import open_engine
-from mezzo.engines.sglang.server import base_weights, weights
-from mezzo.engines.sglang.server.loader import LOADER
+from mezzo.engines.sglang.server import base_weights, pool, weights
+from mezzo.engines.sglang.server.loader import LOADER, Order
+from mezzo.engines.sglang.server.replica import Replica
 from mezzo.errors import ConfigError, RunFailed
 from mezzo.method import noise
 from mezzo.method.space import Space
@@ -146,6 +148,25 @@ def test_second_run_is_refused_while_the_first_is_heard_of(server, reference, mo
             open_on(server, space)
     assert_same_weights(server, reference[0].state())
     engine.close()
+
+
+def test_server_that_somebody_else_updated_is_brought_back(server, reference, monkeypatch):
+    monkeypatch.setattr(base_weights, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(pool, "FIRST_LOOK", 0.1)
+    engine = open_on(server)
+    engine.apply(UPDATES[:1])
+    (replica,) = engine.pool.live
+    other = Replica(server.url, "m", None)
+    other.connect()
+    name = engine.trained[0].name
+    order = Order(owner="other", expected=replica.loader_version, version="other-1", base_name="default")
+    other.write_weights(order, [(name, torch.zeros(engine.trained[0].shape))])
+    engine.apply(UPDATES[1:])
+    expected = reference[0].score(words_batch(), PAIR)
+    assert distance(engine.score(words_batch(), PAIR), expected) < 1e-4
+    assert_same_weights(server, reference[0].state())
+    engine.close()
+    assert weight_version(server) == "default"
 
 
 KILLED_CLIENT = """

@@ -31,7 +31,7 @@ def reset_to_base(replica: Replica, client: str, read_matrices: ReadMatrices) ->
                 f"a training run has changed the weights of the server at {replica.url}. Restart it: {replica.command}"
             )
         return
-    restore_base(replica, client, _wait_for_silence(replica, status), read_matrices)
+    restore_base(replica, client, _wait_for_silence(replica, status, client), read_matrices)
 
 
 def restore_base(replica: Replica, client: str, status: WeightStatus, read_matrices: ReadMatrices) -> None:
@@ -63,9 +63,9 @@ def check_digests(replica: Replica, matrices: Mapping[str, Array]) -> None:
             raise replica.failure(f"{part.name} on the server at {replica.url} differs from the run's")
 
 
-def _wait_for_silence(replica: Replica, status: WeightStatus) -> WeightStatus:
-    """The status when nothing has been heard of the owner for long enough; ConfigError if it is alive."""
-    if is_gone(status.owner):
+def _wait_for_silence(replica: Replica, status: WeightStatus, client: str) -> WeightStatus:
+    """The status when nothing has been heard of another owner for long enough; ConfigError if it is alive."""
+    if status.owner == client or is_gone(status.owner):
         return status
     end = time.monotonic() + SILENCE_SECONDS
     while status.silent_seconds < SILENCE_SECONDS:

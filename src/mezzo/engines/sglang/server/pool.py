@@ -14,6 +14,8 @@ from mezzo.errors import MezzoError, RunFailed
 
 # Seconds between two looks at a lost server: the first, and the longest.
 FIRST_LOOK, LONGEST_LOOK = 2.0, 60.0
+# Seconds that such a look takes at most: the other servers wait meanwhile.
+SHORT_LOOK = 2.0
 T = TypeVar("T")
 
 
@@ -93,6 +95,8 @@ class Pool:
             if time.monotonic() < absence.next_look:
                 continue
             try:
+                if not replica.is_there(SHORT_LOOK):
+                    raise ServerLost(absence.reason)
                 self.admit(replica)
             except MezzoError as error:
                 absence.reason = str(error)

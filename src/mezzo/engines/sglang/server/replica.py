@@ -182,10 +182,10 @@ class Replica:
 
     # ---- requests
 
-    def is_there(self) -> bool:
+    def is_there(self, timeout: float | None = None) -> bool:
         """True if the server answers anything at all."""
         try:
-            send(self.url + "/model_info", None, LOOK_TIMEOUT)
+            send(self.url + "/model_info", None, timeout or LOOK_TIMEOUT)
         except BadAnswer as error:
             return not error.lost
         return True

@@ -194,7 +194,7 @@ class ServerMatrices:
         self.on_servers(lambda replica: self._give_back(replica, base))
 
     def _give_back(self, replica: Replica, base: Mapping[str, Array]) -> None:
-        status = replica.weight_status()
+        status = replica.weight_status() if replica in self.base_names else None
         if status is not None and status.owner == self.client:
             restore_base(replica, self.client, status, lambda names: {name: base[name] for name in names})
 
