@@ -64,7 +64,8 @@ def test_scores_match_torch_engine(servers, reference, replicas):
     for batch in (words_batch(), words_batch(vocabulary=True), candidates_batch(), candidates_batch(low=30, high=50)):
         for probes in (PAIR, (Probe(),)):
             assert distance(engine.score(batch, probes), reference.score(batch, probes)) < 1e-4
-    assert len(engine.generate(words_batch(2), [Probe()], Generation(3))[0]) == 2
+    asked = (words_batch(3), [Probe(), *PAIR, Probe(((4, 0.05),))], Generation(5, stop_ids=(323,)))
+    assert engine.generate(*asked) == reference.generate(*asked)
     engine.close()
 
 
@@ -136,7 +137,10 @@ def test_servers_come_and_go(servers, data, tmp_path, monkeypatch):
             session.engine.pool.servers()
 
     step_until(*servers)
+    asked = (words_batch(4), PAIR, Generation(4))
+    texts = session.engine.generate(*asked)
     servers[1].freeze()
+    assert session.engine.generate(*asked) == texts, "what a lost server should have written, the others write"
     step_until(servers[0])
     servers[1].thaw()
     step_until(*servers)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mezzo.engines.token_rows import TokenCounts, TokenRow, common_prefix, shared_prompts
-from mezzo.types import Batch, Readout
+from mezzo.types import Generation, Prompt, Readout
 
 Answers = Sequence[Mapping[str, Any]]
 # Beyond any log-probability, and within float32.
@@ -44,11 +44,17 @@ def prefix_bodies(rows: Sequence[TokenRow], adapters: Sequence[str | None]) -> l
     ]
 
 
-def generation_body(batch: Batch, max_new_tokens: int, adapter: str | None = None) -> dict[str, Any]:
-    """The request for greedy continuations of the complete prompts."""
-    sampling = {"max_new_tokens": max_new_tokens, "temperature": 0}
-    ids = [list(prompt.ids) for prompt in batch.prompts]
-    return {"input_ids": ids, "sampling_params": sampling, **_adapter_field([adapter] * len(ids))}
+def generation_body(
+    prompts: Sequence[Prompt], generation: Generation, adapters: Sequence[str | None]
+) -> dict[str, Any]:
+    """The request for greedy continuations of the complete prompts, under one adapter after the other."""
+    sampling: dict[str, Any] = {"max_new_tokens": generation.max_new_tokens, "temperature": 0}
+    sampling |= {"stop_token_ids": list(generation.stop_ids)} if generation.stop_ids else {}
+    return {
+        "input_ids": [list(prompt.ids) for prompt in prompts] * len(adapters),
+        "sampling_params": sampling,
+        **_adapter_field([adapter for adapter in adapters for _ in prompts]),
+    }
 
 
 def _adapter_field(adapters: Sequence[str | None]) -> dict[str, list[str | None]]:

@@ -11,17 +11,15 @@ from torch import Tensor
 
 from mezzo.engines.base import Continuations
 from mezzo.engines.draws import draw_key, uniforms
+from mezzo.engines.sglang.requests import generation_body
 from mezzo.engines.torch.forward.generation import leave_one
 from mezzo.types import Batch, Generation, Probe
 
 
 def population_body(batch: Batch, probes: Sequence[Probe], generation: Generation) -> dict[str, Any]:
     """The request for continuations of the complete prompts: by probe, prompt and draw."""
-    draws = range(generation.draws)
-    rows = [(probe, prompt.ids, draw) for probe in probes for prompt in batch.prompts for draw in draws]
-    sampling: dict[str, Any] = {"max_new_tokens": generation.max_new_tokens, "temperature": 0}
-    sampling |= {"stop_token_ids": list(generation.stop_ids)} if generation.stop_ids else {}
-    body = {"input_ids": [list(ids) for _, ids, _ in rows], "sampling_params": sampling}
+    prompts = [prompt for prompt in batch.prompts for _ in range(generation.draws)]
+    body = generation_body(prompts, generation, [None] * len(probes))
     if not generation.temperature:
         return body
     said = {
@@ -29,8 +27,10 @@ def population_body(batch: Batch, probes: Sequence[Probe], generation: Generatio
         "temperature": generation.temperature,
         "top_p": generation.top_p,
     }
+    draws = range(generation.draws)
+    rows = ((probe, prompt.ids, draw) for probe in probes for prompt in batch.prompts for draw in draws)
     keys = [draw_key(generation, *row) for row in rows]  # the numbers themselves are made where they are used
-    params = [sampling | {"custom_params": said | {"seed": seed, "name": name}} for seed, name in keys]
+    params = [body["sampling_params"] | {"custom_params": said | {"seed": seed, "name": name}} for seed, name in keys]
     return body | {"sampling_params": params, "custom_logit_processor": Sampler.to_str()}
 
 

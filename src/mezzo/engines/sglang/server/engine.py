@@ -25,7 +25,7 @@ from mezzo.engines.sglang.server.weights import AdapterTensors, ClientWeights, F
 from mezzo.engines.sglang.support import refuse_head, refuse_space
 from mezzo.engines.token_rows import TokenCounts, TokenRow, token_rows, write_scores
 from mezzo.errors import ConfigError, MezzoError, ModelError, RunFailed
-from mezzo.types import Batch, Generation, Probe, Readout, Scores, Update
+from mezzo.types import Batch, Generation, Probe, Prompt, Readout, Scores, Update
 
 # How far a server's log-probabilities may differ from the checkpoint's.
 LOGPROB_TOLERANCE, LOGPROB_TOLERANCE_16_BIT = 1e-3, 0.2
@@ -107,15 +107,30 @@ class ServerEngine(SGLangEngine):
         self.weights.apply(updates)
 
     def generate(self, batch: Batch, probes: Sequence[Probe], generation: Generation) -> Continuations:
-        """Greedy continuations, by one of the servers."""
-        count = generation.max_new_tokens
-
-        def generate(replica: Replica, probe: Probe) -> list[list[tuple[int, ...]]]:
-            with self._uploaded_adapters(replica, self._adapters([probe], replica)) as (adapter,):
-                body = generation_body(batch, count, adapter)
-                return replica.generate(body, lambda rows: [[parse_tokens(row, count)] for row in rows])
-
-        return [self.pool.on_first(partial(generate, probe=probe)) for probe in probes]
+        """Greedy continuations: as many adapters in a request as a batch may have, a share of the prompts to each server."""
+        texts: Continuations = [[[()] for _ in batch.prompts] for _ in probes]
+        members = max(PROBES_PER_FORWARD, min(server.info.loras_per_batch or 0 for server in self.pool.servers()) - 1)
+        for first in range(0, len(probes), members):
+            group, places = probes[first : first + members], list(range(len(batch)))
+            while places:
+                servers = self.pool.servers()
+                work = [(s, share) for i, s in enumerate(servers) if (share := places[i :: len(servers)])]
+                prompts = [[batch.prompts[index] for index in share] for _, share in work]
+                found = self.pool.run(
+                    [
+                        (s, partial(self._generate_share, s, asked, self._adapters(group, s), generation))
+                        for (s, _), asked in zip(work, prompts, strict=True)
+                    ]
+                )
+                places = []
+                for (_, share), result in zip(work, found, strict=True):
+                    if result is None:
+                        places += share
+                        continue
+                    for index, tokens in enumerate(result):
+                        member, number = divmod(index, len(share))
+                        texts[first + member][share[number]] = [tokens]
+        return texts
 
     def state(self) -> dict[str, Array]:
         return self.weights.state()
@@ -179,6 +194,14 @@ class ServerEngine(SGLangEngine):
     ) -> tuple[list[Any], TokenCounts]:
         with self._uploaded_adapters(replica, adapters) as names:
             return _score_rows(replica, rows, names, readout)
+
+    def _generate_share(
+        self, replica: Replica, prompts: Sequence[Prompt], adapters: Sequence[NamedAdapter], generation: Generation
+    ) -> list[tuple[int, ...]]:
+        """Of all prompts under the first adapter, then under the next."""
+        with self._uploaded_adapters(replica, adapters) as names:
+            body, most = generation_body(prompts, generation, names), generation.max_new_tokens
+            return replica.generate(body, lambda rows: [parse_tokens(row, most) for row in rows])
 
 
 def _score_rows(

@@ -72,15 +72,6 @@ class Pool:
         """Do something on every server that answers."""
         self.run([(replica, lambda replica=replica: task(replica)) for replica in list(self.live)])  # type: ignore[misc]
 
-    def on_first(self, task: Callable[[Replica], T]) -> T:
-        """The result of one server."""
-        while True:
-            replica = self.servers()[0]
-            try:
-                return task(replica)
-            except ServerLost as error:
-                self._set_aside(replica, error)
-
     def close(self) -> None:
         self._threads.shutdown()
 
