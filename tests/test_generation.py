@@ -53,6 +53,18 @@ def test_draws_depend_on_seed_prompt_and_number_alone():
     )
 
 
+def test_a_prompt_leaves_room_for_its_text():
+    def prompt_tokens(**options):
+        config = from_mapping({"model": LLAMA, "task": "prompts", "objective": "exact_match", **options})
+        (prompt,) = resolve_setup(config).encode([Example({"prompt": "sea " * 600})])
+        return len(prompt.ids)
+
+    assert prompt_tokens(max_new_tokens=500) == 12, "512 tokens are the model's context"
+    for options in ({"max_new_tokens": 512}, {"max_new_tokens": 100, "max_length": 413}):
+        with pytest.raises(ConfigError, match=r"leaves no room for a prompt|412 tokens .* beside --max-new-tokens 100"):
+            prompt_tokens(**options)
+
+
 def test_generation_ends_with_a_token_that_holds_a_stop_text():
     setup = resolve_setup(
         from_mapping({"model": LLAMA, "task": "prompts", "objective": "exact_match", "stop": (" the",)})

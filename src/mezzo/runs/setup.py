@@ -343,16 +343,24 @@ def make_space(config: RunConfig, fresh_head: bool = False) -> Space:
 
 
 def _max_length(config: RunConfig, task: Task, longest: int | None, tokenizer: Any) -> int | None:
-    """Tokens of a prompt: as configured, else the task's, and never more than the model or its tokenizer takes. Solved examples
-    before a causal prompt may fill all of it."""
+    """Tokens of a prompt: as configured, else the task's, and never more than the model or its tokenizer takes, less the tokens
+    that are generated. Solved examples before a causal prompt may fill all of it."""
+    generated = config.max_new_tokens if task.kind == "generation" else 0
+    if longest is not None and generated >= longest:
+        raise ConfigError(
+            f"--max-new-tokens {generated} leaves no room for a prompt: {config.model} reads {longest} tokens in all"
+        )
     if config.demonstrations and task.family == "causal" and config.max_length is None:
         limits = (longest, TokenizerWrapper(tokenizer).max_length, LONGEST_PROMPT)
-        generated = config.max_new_tokens if task.kind == "generation" else 0
         return max(1, min(limit for limit in limits if limit is not None) - generated)
     if longest is None:
         return config.max_length
+    longest -= generated
     if config.max_length is not None and config.max_length > longest:
-        raise ConfigError(f"--max-length {config.max_length} is more than the {longest} tokens {config.model} can read")
+        beside = f" beside --max-new-tokens {generated}" if generated else ""
+        raise ConfigError(
+            f"--max-length {config.max_length} is more than the {longest} tokens {config.model} can read{beside}"
+        )
     factor = 2 if config.demonstrations else 1
     limit = min(longest, TokenizerWrapper(tokenizer).max_length or longest)
     return config.max_length or (limit if task.max_length * factor > longest else None)
