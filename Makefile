@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-kernels test-sglang docs check lint types layers clean
+.PHONY: demo test test-kernels test-sglang test-vllm docs check lint types layers clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/mezzo train
@@ -22,6 +22,11 @@ test-kernels:
 test-sglang:
 	PYTHON=$(PYTHON) scripts/sglang_env/build.sh .venv-sglang
 	.venv-sglang/bin/python -m pytest tests/sglang tests/test_engine_contract.py
+
+# The same for vLLM. Not part of .ci/run; docs/vllm.md has the last result.
+test-vllm:
+	PYTHON=$(PYTHON) scripts/vllm_env/build.sh .venv-vllm
+	HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest tests/vllm tests/test_engine_contract.py
 
 # The documentation as a site, in site/.
 docs: $(VENV)/.installed-docs

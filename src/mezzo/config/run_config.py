@@ -32,7 +32,7 @@ class RunConfig:
     model: str = option("model", "mezzo/roberta-mini", "bundled name, local folder or hub name",
         contacts=needs_hub, placeholder="NAME", commands=(*USE, "tasks"), reopen="machine",
         aliases=("model_path", "model_name_or_path"))
-    engine: str = option("model", "torch", "what runs the model: torch, sglang",
+    engine: str = option("model", "torch", "what runs the model: torch, sglang, vllm",
         choices="mezzo.engines.registry:ENGINES", commands=USE, reopen="machine")
     device: str = option("model", "auto",
         "cpu, cuda, or auto: a GPU if there is one; cuda:0,cuda:1 or all (GPUs) split the layers of a model",

@@ -55,6 +55,7 @@ ENGINES: dict[str, EngineInfo] = {
         options=("tp", "url", "exclusive_server", "server_timeout", "temperature", "top_p", "draws"),
         pins_cores=True,
     ),
+    "vllm": EngineInfo(factory="mezzo.engines.vllm:open_engine", spaces=("lora",), workers=False),
 }
 
 
