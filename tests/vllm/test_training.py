@@ -49,7 +49,7 @@ def test_a_run_agrees_with_the_torch_engine_and_is_verified(method, data, tmp_pa
 def test_a_stopped_run_goes_on_to_the_bits_of_a_whole_one(data, tmp_path):
     """Here in two parts, and by the command line in another process, where the same questions have the same answers."""
     options = {"engine": "vllm", "task": "sst-2", "train": data, "dev": data, "threads": 1, "batch_size": 4}
-    options |= {"method": "spsa", "eval_limit": 4}
+    options |= {"method": "spsa", "schedule": "constant", "eval_limit": 4}
     mezzo.finetune(MODEL, **options, steps=3, out=tmp_path / "parts")
     mezzo.finetune(resume=tmp_path / "parts", steps=6)
     words = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), str(value))]

@@ -104,7 +104,7 @@ class VLLMEngine(Engine):
             max_tokens=generation.max_new_tokens,
             temperature=0,
             detokenize=False,
-            stop_token_ids=list(self.facts.end_tokens),
+            stop_token_ids=[*self.facts.end_tokens, *generation.stop_ids],
         )
         found: Continuations = []
         for first in range(0, len(probes), len(self.adapters)):

@@ -8,6 +8,7 @@ import torch
 
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.torch import catalog
+from mezzo.engines.torch.forward.generation import end_tokens
 from mezzo.engines.torch.initial_values import untrained_partners
 from mezzo.engines.torch.loading import load_model
 from mezzo.method.space import select
@@ -35,11 +36,10 @@ def read_model_facts(spec: EngineSpec) -> ModelFacts:
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
     tensors = catalog.catalogue(model)
     trained = select(spec.space, tensors)
-    end = getattr(model.generation_config, "eos_token_id", None)
     return ModelFacts(
         base_digest=catalog.digest_of(parameters.items()),
         parameters=sum(p.numel() for p in parameters.values()),
         trained=trained,
         frozen=untrained_partners(spec.space, trained, tensors),
-        end_tokens=() if end is None else (end,) if isinstance(end, int) else tuple(end),
+        end_tokens=end_tokens(model),
     )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def generate_texts(engine: TorchEngine, batch: Batch, probes: Sequence[Probe], generation: Generation) -> Continuations:
     """Continuations at the members of the current point, which are at these probes."""
     population, members = engine.population, len(probes)
-    ends = _end_tokens(engine.model) + generation.stop_ids
+    ends = end_tokens(engine.model) + generation.stop_ids
     texts: Continuations = [[[()] * generation.draws for _ in batch.prompts] for _ in range(members)]
     rows = [(index, draw) for index in range(len(batch)) for draw in range(generation.draws)]
     for places in group_by_length([batch.prompts[index].ids for index, _ in rows], engine.micro_batch.rows):
@@ -62,7 +62,8 @@ def _until_end(tokens: list[int], ends: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(tokens[: next((at + 1 for at, token in enumerate(tokens) if token in ends), len(tokens))])
 
 
-def _end_tokens(model: Any) -> tuple[int, ...]:
+def end_tokens(model: Any) -> tuple[int, ...]:
+    """The tokens that end a text of this model."""
     found = model.generation_config.eos_token_id
     return tuple(found) if isinstance(found, (list, tuple)) else () if found is None else (found,)
 
