@@ -28,7 +28,7 @@ from mezzo.types import Batch, Generation, MicroBatch, Probe, Prompt, Readout, S
 PAIR = (Probe(((7, 1e-2),)), Probe(((7, -1e-2),)))
 # More than any engine takes at once: directions, sums of several, and the weights themselves.
 MANY = (*(Probe(((seed, 1e-2),)) for seed in range(18)), Probe(), Probe(((7, 1e-2), (9, -2e-2))))
-UPDATES = (Update(((7, 0.5),)), Update(((8, -0.25),), keep=float(np.float32(0.99))), Update())
+UPDATES = (Update(((7, 2**-6),)), Update(((8, -(2**-7)),), keep=float(np.float32(0.99))), Update())
 NEEDS = {"sglang": "sglang", "sglang server": "sglang", "vllm": "vllm"}
 
 
