@@ -62,6 +62,8 @@ def test_best_checkpoint_export_and_report_follow_the_reward(habit, tmp_path):
     assert max(np.abs(tensor).max() for name, tensor in adapter.items() if "lora_B" in name) > 0
     card = (tmp_path / "adapter" / "README.md").read_text()
     page = mezzo.report(run.out, out=tmp_path / "page.html").read_text()
+    assert run.corrected > run.broken and all(len(row["rewards"]) == 2 for row in run.examples)
+    assert f"Training improved {run.corrected} answers" in page and "wrong" not in str(run.examples)
     figure = f"{run.value:.4g}"
     assert figure in card and figure in page and "test reward" in page and "perplexity of the held-out text" in page
     found = mezzo.evaluate(run.out, data=ROWS[84:], objective=commas)

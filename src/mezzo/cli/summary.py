@@ -72,14 +72,16 @@ def _classes(run: Run, width: int) -> Iterator[str]:
 def _examples(run: Run, width: int) -> Iterator[str]:
     if not run.examples:
         return
+    better, worse = ("improved", "worsened") if "rewards" in run.examples[0] else ("corrected", "broke")
     yield (
         f"{len(run.examples)} of {run.n_test:,} {run.tested_on} examples before → after training "
-        f"(it corrected {run.corrected:,} and broke {run.broken:,})"
+        f"(it {better} {run.corrected:,} and {worse} {run.broken:,})"
     )
     before, after = ([shorten(row[key], LABEL) for row in run.examples] for key in ("before", "after"))
     sizes = [max(map(len, names)) for names in (before, after)]
     for row, old, new in zip(run.examples, before, after, strict=True):
-        answer = f"  {old:<{sizes[0]}} → {new:<{sizes[1]}}  {'right' if row['right_after'] else 'wrong'}  "
+        rewards = " → ".join(f"{reward:.2g}" for reward in row.get("rewards", ()))
+        answer = f"  {old:<{sizes[0]}} → {new:<{sizes[1]}}  {rewards or ('right' if row['right_after'] else 'wrong')}  "
         yield answer + shorten(" / ".join(map(str, row["fields"].values())), max(12, width - len(answer)))
 
 

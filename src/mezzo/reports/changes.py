@@ -54,12 +54,13 @@ def _matrix_cells(row: list[Any], place: int) -> str:
 def changes_section(result: Mapping[str, Any]) -> str:
     """Test examples with the answers before and after training."""
     examples = result.get("examples")
-    cards = [_card(row) for row in examples if isinstance(row, Mapping)] if isinstance(examples, list) else []
-    if not cards:
+    rows = [row for row in examples if isinstance(row, Mapping)] if isinstance(examples, list) else []
+    if not rows:
         return ""
-    counts = (html.count(result.get(key)) for key in ("corrected", "broken", "n_test"))
-    note = "Training corrected {} answers and broke {}, of {}.".format(*counts)
-    return f'{html.heading("Before and after")}<p class="note">{note}</p>{"".join(cards)}'
+    better, worse = ("improved", "worsened") if "rewards" in rows[0] else ("corrected", "broke")
+    corrected, broken, count = (html.count(result.get(key)) for key in ("corrected", "broken", "n_test"))
+    note = f"Training {better} {corrected} answers and {worse} {broken}, of {count}."
+    return f'{html.heading("Before and after")}<p class="note">{note}</p>{"".join(map(_card, rows))}'
 
 
 def _card(row: Mapping[str, Any]) -> str:
@@ -68,4 +69,6 @@ def _card(row: Mapping[str, Any]) -> str:
     shown = "".join(f"<p>{escape(str(text))}</p>" for text in texts)
     before, after, right = (escape(str(row.get(key))) for key in ("before", "after", "right"))
     ending = "right" if row.get("right_after") is True else f"wrong: correct is <b>{right}</b>"
+    if isinstance(rewards := row.get("rewards"), list):
+        ending = "reward " + " → ".join(f"{value:.4g}" for value in map(finite_number, rewards) if value is not None)
     return f'<div class="card change">{shown}<div class="soft"><b>{before}</b> → <b>{after}</b>, {ending}</div></div>'

@@ -199,15 +199,23 @@ def describe_changes(
         return {}
     found: dict[str, Any] = {"classes": per_class(examples, task, after.answers)}
     if before is not None and before.answers is not None:
-        found["corrected"], found["broken"] = count_changes(before.answers.right, after.answers.right)
+        found["corrected"], found["broken"] = count_changes(*_compare(before.answers, after.answers))
         found["examples"] = tuple(pick_examples(examples, task, before.answers, after.answers))
     return found
+
+
+def _compare(before: Answers, after: Answers) -> tuple[Sequence[bool], Sequence[bool]]:
+    """Which answers are right, before and after training; of rewards, which of the two is higher."""
+    if before.rewards is None or after.rewards is None:
+        return before.right, after.right
+    pairs = list(zip(before.rewards, after.rewards, strict=True))
+    return [old > new for old, new in pairs], [new > old for old, new in pairs]
 
 
 def pick_examples(examples: Sequence[Example], task: Task, before: Answers, after: Answers) -> list[dict[str, Any]]:
     """A few examples with both answers: corrected ones first, at most one that training broke."""
     by_change: dict[tuple[bool, bool], list[int]] = {}
-    for place, change in enumerate(zip(before.right, after.right, strict=True)):
+    for place, change in enumerate(zip(*_compare(before, after), strict=True)):
         by_change.setdefault(change, []).append(place)
     broken = by_change.get((True, False), [])[:1]
     corrected = by_change.get((False, True), [])[: SHOWN - len(broken)]
@@ -220,6 +228,7 @@ def pick_examples(examples: Sequence[Example], task: Task, before: Answers, afte
             "after": _name(task, examples[place], after.given[place]),
             "right_before": before.right[place],
             "right_after": after.right[place],
+            **({"rewards": [each.rewards[place] for each in (before, after) if each.rewards]} if after.rewards else {}),
         }
         for place in (corrected + broken + others)[:SHOWN]
     ]

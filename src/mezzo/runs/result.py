@@ -59,7 +59,8 @@ class Run:
     """The evaluations on dev: `step`, `example_forwards`, `value` and `loss` of each."""
     corrected: int | None = None
     broken: int | None = None
-    """Test examples that were answered wrongly before training and rightly after it, and the reverse."""
+    """Test examples that were answered wrongly before training and rightly after it, and the reverse; of rewards, those that
+    rose and those that fell."""
     examples: tuple[dict[str, Any], ...] = ()
     """A few test examples with the answers before and after."""
     classes: dict[str, Any] | None = None
