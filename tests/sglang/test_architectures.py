@@ -13,7 +13,7 @@ import torch
 
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.sglang.inprocess import launch
-from mezzo.engines.sglang.model_facts import read_model_facts
+from mezzo.engines.sglang.model_facts import SAMPLE_TOKENS, read_model_facts
 from mezzo.engines.sglang.support import ARCHITECTURES
 from mezzo.errors import ModelError
 from mezzo.method.space import Space
@@ -75,6 +75,21 @@ def test_scores_are_those_of_the_torch_engine(model_type, tmp_path):
         for batch in (words_batch(6), candidates_batch()):
             assert distance(ours.score(batch, PAIR), reference.score(batch, PAIR)) < 2e-4
         assert ours.digest() == reference.digest()
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_16_bit_checkpoint_is_compared_in_float32(model_type, tmp_path):
+    """A client of servers reads it as it is stored; each module computes in float32."""
+    from transformers import AutoModelForCausalLM
+
+    folder = save_tiny(model_type, tmp_path, **CONFIGS[model_type])
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    facts = read_model_facts(EngineSpec(str(tmp_path), "causal", Space("lora"), rows=4, urls=("http://127.0.0.1:1",)))
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([SAMPLE_TOKENS])).logits[0, -1]
+    expected = logits.log_softmax(-1)[list(SAMPLE_TOKENS)]
+    torch.testing.assert_close(torch.tensor(facts.sample_logprobs), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_sglang_is_told_what_a_configuration_does_not_state(tmp_path):
