@@ -23,7 +23,7 @@ from mezzo.engines.sglang.requests import count_tokens, parse_scores, scoring_bo
 from mezzo.engines.sglang.support import refuse_space
 from mezzo.engines.sglang.tensor_parts import assemble_tensors
 from mezzo.engines.sglang.versions import installed_version
-from mezzo.engines.token_rows import token_rows, write_scores
+from mezzo.engines.token_rows import MIN_SHARED_TOKENS, token_rows, write_scores
 from mezzo.errors import ConfigError, ModelError, RunFailed
 from mezzo.types import Batch, Generation, Probe, Prompt, Readout, Scores, Update
 
@@ -70,21 +70,23 @@ class InProcessEngine(SGLangEngine):
         return scores
 
     def _check_built_batches(self) -> bool:
-        """Whether a batch that mezzo builds scores like SGLang's own requests; how it is built depends on SGLang's internals."""
-        prompts = tuple(Prompt(SAMPLE_TOKENS[:length], label=0) for length in (8, 5, 3))
-        batch = Batch(prompts, Readout("words", words=SAMPLE_TOKENS[:2], vocabulary=True))
-        counts = self.token_counts
+        """Whether batches that mezzo builds score like SGLang's own requests; how they are built depends on its internals."""
+        counts, tolerance = self.token_counts, SAME_SCORES[self.spec.dtype]
         try:
-            difference = np.abs(self._score_in_one_call(batch, [Probe()]) - self.score_by_requests(batch, [Probe()]))
-            fits = bool(np.all(difference < SAME_SCORES[self.spec.dtype]))
-            reason = f"scores differ by {difference.max():.2g}"
+            differences = [
+                float(
+                    np.abs(self._score_in_one_call(batch, [Probe()]) - self.score_by_requests(batch, [Probe()])).max()
+                )
+                for batch in _sample_batches()
+            ]
+            problem = "" if max(differences) < tolerance else f"scores differ by {max(differences):.2g}"
         except RunFailed as error:
-            fits, reason = False, (str(error).splitlines() or [""])[0]
+            problem = (str(error).splitlines() or [""])[0]
         self.token_counts = counts
-        if not fits:
+        if problem:
             version = installed_version()
-            print(f"SGLang {version} does not take mezzo's batches ({reason}): using its requests", file=sys.stderr)
-        return fits
+            print(f"SGLang {version} does not take mezzo's batches ({problem}): using its requests", file=sys.stderr)
+        return not problem
 
     def _score_in_one_call(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
         scores, token_counts = self.channel.call(
@@ -147,6 +149,15 @@ class InProcessEngine(SGLangEngine):
     def close(self) -> None:
         self.channel.close()
         launch.stop(self.engine, self.processes)
+
+
+def _sample_batches() -> tuple[Batch, Batch]:
+    """Label words of prompts of different lengths, and candidates of prompts that have their beginning in common."""
+    words = Readout("words", words=SAMPLE_TOKENS[:2], vocabulary=True)
+    prompts = [Prompt(SAMPLE_TOKENS[:length], label=0) for length in (8, 5, 3)]
+    beginning, candidates = SAMPLE_TOKENS * MIN_SHARED_TOKENS, (SAMPLE_TOKENS[:1], SAMPLE_TOKENS[1:3])
+    longer = [Prompt((*beginning[: 2 * MIN_SHARED_TOKENS], last), label=0, candidates=candidates) for last in (5, 6)]
+    return Batch(tuple(prompts), words), Batch(tuple(longer), Readout("candidates"))
 
 
 def _refuse_model(spec: EngineSpec) -> None:

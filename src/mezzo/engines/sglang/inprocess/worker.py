@@ -12,7 +12,8 @@ from mezzo.engines.arrays import Array
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.microbatch import empty_scores
 from mezzo.engines.sglang.inprocess.adapter_slots import AdapterSlots
-from mezzo.engines.sglang.inprocess.forward import Forward, ServedProbe
+from mezzo.engines.sglang.inprocess.forward import Forward
+from mezzo.engines.sglang.inprocess.internals import Internals, ServedProbe
 from mezzo.engines.sglang.inprocess.weights import WEIGHTS, WorkerWeights
 from mezzo.engines.sglang.model_facts import ModelFacts
 from mezzo.engines.sglang.tensor_parts import TensorPart
@@ -28,9 +29,9 @@ class Worker:
     """One rank of the engine; lives as long as its scheduler. The driver calls its public methods."""
 
     def __init__(self, scheduler: Any) -> None:
-        self.scheduler = scheduler
-        self.rank = int(scheduler.tp_group.rank_in_group)
-        self.forward = Forward(scheduler)
+        self.internals = Internals(scheduler)
+        self.rank = self.internals.rank
+        self.forward = Forward(self.internals)
         self.weights: WorkerWeights | None = None
 
     @torch.no_grad()
@@ -44,7 +45,7 @@ class Worker:
 
     def open(self, spec: EngineSpec, facts: ModelFacts, adapters: Sequence[str]) -> None:
         """Create the trained tensors. In a space that SGLang cannot train, there are none and the base model is scored."""
-        runner = self.scheduler.tp_worker.model_runner
+        runner = self.internals.runner
         if spec.space.kind in WEIGHTS:
             slots = AdapterSlots(runner.lora_manager, adapters)
             slots.refuse_padding(facts.trained)
@@ -81,7 +82,7 @@ class Worker:
 
     def resident_adapters(self) -> list[str]:
         """Names of the adapters in SGLang's pool."""
-        manager = self.scheduler.tp_worker.model_runner.lora_manager
+        manager = self.internals.runner.lora_manager
         return [manager.lora_refs[uid].lora_name for uid in manager.memory_pool.uid_to_buffer_id if uid is not None]
 
     def set_min_shared_tokens(self, count: int) -> None:
@@ -95,7 +96,7 @@ class Worker:
 
     def flush_cache(self) -> bool:
         """Empty the prefix cache; False while requests are still running."""
-        return bool(self.scheduler.flush_cache(empty_cache=False))
+        return self.internals.flush()
 
     def _write_probes(self, probes: Sequence[Probe]) -> list[str | None]:
         return [None for _ in probes] if self.weights is None else self.weights.write_probes(probes)
