@@ -1,4 +1,4 @@
-"""Complete runs on vLLM by SPSA and by solve: the torch engine finds the same, and its replay has the same bits."""
+"""Complete runs on vLLM by SPSA, solve and a reward: the torch engine finds the same, and its replay has the same bits."""
 
 from __future__ import annotations
 
@@ -44,6 +44,21 @@ def test_a_run_agrees_with_the_torch_engine_and_is_verified(method, data, tmp_pa
     assert verified.ok and verified.digest == runs["vllm"].digest
     found = {name: mezzo.evaluate(runs["vllm"].out, data=data, engine=name) for name in ("vllm", "torch")}
     assert found["vllm"].accuracy == found["torch"].accuracy
+
+
+def test_rewards_of_texts_are_those_of_the_torch_engine(tmp_path):
+    """Nine directions are 18 adapters, in two calls."""
+    rows = [{"prompt": f"The {noun} and the sea"} for noun in ("dog", "cat", "man", "boy", "tree", "house")]
+    options = {"task": "prompts", "max_new_tokens": 6, "stop": ("",), "threads": 1, "device": "cpu"}
+    options |= {"train": rows[:4], "dev": rows[4:], "method": "es", "steps": 2, "samples": 9, "batch_size": 3}
+    for name in ("vllm", "torch"):
+        mezzo.finetune(MODEL, **options, objective=count_letters, engine=name, out=tmp_path / name)
+    ours, theirs = ([record.losses for record in read(tmp_path / name).records] for name in ("vllm", "torch"))
+    assert ours == theirs and mezzo.verify(tmp_path / "vllm").ok
+
+
+def count_letters(completion: str) -> float:
+    return float(completion.count("e"))
 
 
 def test_a_stopped_run_goes_on_to_the_bits_of_a_whole_one(data, tmp_path):
