@@ -41,7 +41,9 @@ def servers(tmp_path_factory):
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MEZZO_API_KEY", "secret")
-            yield [server.ready() for server in started]
+            for server in started:
+                server.ready()
+            yield started  # a test may put another in a place of the list: it is ended, too
     finally:
         for server in started:
             server.kill()
