@@ -80,6 +80,8 @@ class InProcessEngine(SGLangEngine):
                 for batch in _sample_batches()
             ]
             problem = "" if max(differences) < tolerance else f"scores differ by {max(differences):.2g}"
+        except launch.WorkerDied:
+            raise
         except RunFailed as error:
             problem = (str(error).splitlines() or [""])[0]
         self.token_counts = counts

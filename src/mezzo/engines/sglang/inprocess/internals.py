@@ -70,6 +70,8 @@ class Internals:
         Each is matched against the prefix tree and, with `cache`, kept in it.
         """
         reqs = [self.request(ids, start, probe) for ids, start, probe in sequences]
+        for req in reqs:
+            self._pin(req)
         output = self.scheduler.tp_worker.forward_batch_generation(self._batch(reqs), is_verify=True).logits_output
         cached = [int(req.cached_tokens) for req in reqs]
         allocator = self.scheduler.token_to_kv_pool_allocator
@@ -78,6 +80,11 @@ class Internals:
             self._release(req, cache)
         allocator.free_group_end()
         return output, cached
+
+    def _pin(self, req: Any) -> None:
+        """Lock what the tree holds of a request: 0.5.20 and 0.5.21 unlock it when they release the request."""
+        if hasattr(req, "lock_receipt") and req.last_node is not None:
+            req.lock_receipt = self.scheduler.tree_cache.inc_lock_ref(req.last_node).to_dec_params()
 
     def generate(self, batch: Any) -> Tensor:
         """The next-token logits of a batch of a causal model."""

@@ -83,9 +83,13 @@ def _children() -> list[Any]:
     return [child for child in psutil.Process().children() if child.pid != tracker]
 
 
+class WorkerDied(RunFailed):
+    """One of SGLang's processes is gone."""
+
+
 def raise_worker_died(signum: int, frame: Any) -> None:
     """SGLang's processes send SIGQUIT when they fail; SGLang's own handler would kill this process."""
-    raise RunFailed("one of SGLang's processes died; its log above says why. A run that had begun can be resumed")
+    raise WorkerDied("one of SGLang's processes died; its log above says why. A run that had begun can be resumed")
 
 
 def install_sigquit_handler() -> None:
