@@ -19,6 +19,7 @@ Observer = Callable[[str, dict[str, Any]], None]
 EVENT_LINES = {
     "proposal": "{text}",
     "data": "data: {text}",
+    "range test": "{text}",
     "encoding": "encoding {examples:,} training examples (--train-limit N takes fewer)",
     "worker": "{text}",
     "warning": "warning: {text}",

@@ -25,6 +25,8 @@ class Option:
     at_most: int | None = None
     """Where a slip, or a configuration of unknown origin, would exhaust the machine."""
     positive: bool = False
+    words: tuple[str, ...] = ()
+    """What may be given instead of a number."""
     choices: tuple[str, ...] | str = ()
     """The allowed values, or the table that has them as keys: `module:name`, imported when it is needed."""
     open_choices: bool = False
@@ -71,7 +73,7 @@ class Option:
 
     def check(self, value: Any) -> None:
         """Raise ConfigError for a value outside the bounds or the choices."""
-        if value is None or value == self.default:
+        if value is None or value == self.default or value in self.words:
             return
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{self.name} must be a finite number, not {value}")

@@ -137,6 +137,9 @@ def convert(name: str, value: Any) -> Any:
     if value is None and type(None) in arms:
         return None
     target = next(arm for arm in arms if arm is not type(None))
+    words = OPTIONS[name].words
+    if isinstance(value, str) and value in words:
+        return value
     if target is str and value == "" and OPTIONS[name].default != "":
         raise ConfigError(f"{name} is empty: give a value, or leave it out")
     if isinstance(value, str) and "\0" in value:
@@ -144,7 +147,8 @@ def convert(name: str, value: Any) -> Any:
     try:
         return _convert(value, target)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{name} must be {TYPE_NAMES.get(target, 'a list of words')}, not {value!r}") from None
+        wanted = " or ".join((TYPE_NAMES.get(target, "a list of words"), *words))
+        raise ConfigError(f"{name} must be {wanted}, not {value!r}") from None
 
 
 def _convert(value: Any, target: Any) -> Any:

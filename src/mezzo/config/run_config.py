@@ -187,8 +187,9 @@ class RunConfig:
     batch_size: int | None = option("method", None,
         "examples a step [solve decides; spsa 64 for masked, 16 for causal models; es 16; adam 8]",
         at_least=1, at_most=2**20, commands=("signal", "bench"), per_model=True, aliases=("per_device_train_batch_size",))
-    lr: float | None = option("method", None, "learning rate [by model and space]",
-        at_least=0, per_model=True, of_method=("spsa", "es", "adam"), aliases=("learning_rate",))
+    lr: float | str | None = option("method", None,
+        "learning rate; auto tries several before the first step of spsa [spsa: the bundled model's, or auto]",
+        words=("auto",), at_least=0, per_model=True, of_method=("spsa", "es", "adam"), aliases=("learning_rate",))
     schedule: str | None = option("method", None, "learning rate over time: constant, linear, cosine [constant]",
         choices="mezzo.method.optimizers:SHAPES", per_model=True, of_method=("spsa", "es", "adam"),
         aliases=("lr_scheduler_type",))

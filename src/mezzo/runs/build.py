@@ -26,6 +26,7 @@ from mezzo.runs.events import Events, Observer
 from mezzo.runs.folder import Folder, holds_run
 from mezzo.runs.health import Health
 from mezzo.runs.methods import make_method
+from mezzo.runs.range_test import find_rate
 from mezzo.runs.recorded_evaluations import read_evaluations, read_zero_shot
 from mezzo.runs.resume_checks import (
     CONTACTING,
@@ -74,11 +75,17 @@ def new_run(config: RunConfig, observe: Observer, function: Function | None = No
     with _Opened() as opened:
         engine = opened.add(_open_engine(setup))
         engine.check(setup.check_batch, setup.config.eps or 1e-3)
+        found = find_rate(setup, engine, objective) if setup.config.lr == "auto" else None
+        if found:
+            observe("range test", {"text": found.describe()})
+            setup = setup.with_lr(found.chosen)
         space = setup.config.space or ""
         folder = opened.add(Folder.create(config.out, f"{setup.task.name}-{space if space.isalnum() else 'pattern'}"))
         journal = opened.add(Journal.create(folder.path, make_header(setup, engine), prefix_start(engine)))
         remove_leftovers(folder.path)
         folder.write_config({**setup.config.to_dict(), "out": str(folder.path)})
+        if found:
+            folder.note("data", {"step": 0, "text": found.describe()})
         return opened.keep(_start(setup, engine, folder, journal, objective, observe))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mezzo.config import RunConfig
 from mezzo.errors import ConfigError
 from mezzo.method.batches import ExampleStream, make_batches
 from mezzo.method.es import EvolutionStrategies
@@ -38,9 +39,9 @@ def _make_solve(setup: Setup, objective: Objective) -> Method:
 
 def _make_spsa(setup: Setup, objective: Objective) -> Method:
     config = setup.config
-    assert config.lr is not None and config.eps is not None and config.steps is not None
+    assert config.eps is not None and config.steps is not None
     assert config.schedule is not None and config.batch_size is not None and config.samples is not None
-    rate = schedule(config.schedule, config.lr, config.steps, config.warmup)
+    rate = schedule(config.schedule, _rate(config), config.steps, config.warmup)
     return EstimatorMethod(
         objective,
         Spsa(config.seed, config.eps, config.samples),
@@ -55,9 +56,9 @@ def _make_es(setup: Setup, objective: Objective) -> Method:
         raise ConfigError(
             "--method es trains on rewards of generated text: name one, such as --objective module:function"
         )
-    assert config.lr is not None and config.eps is not None and config.steps is not None
+    assert config.eps is not None and config.steps is not None
     assert config.schedule is not None and config.batch_size is not None and config.samples is not None
-    rate = schedule(config.schedule, config.lr, config.steps, config.warmup)
+    rate = schedule(config.schedule, _rate(config), config.steps, config.warmup)
     return EvolutionStrategies(
         reward,
         Spsa(config.seed, config.eps, config.samples),
@@ -69,13 +70,19 @@ def _make_es(setup: Setup, objective: Objective) -> Method:
 
 def _make_adam(setup: Setup, objective: Objective) -> Method:
     config = setup.config
-    assert config.lr is not None and config.steps is not None
+    assert config.steps is not None
     assert config.schedule is not None and config.batch_size is not None
     return GradientMethod(
-        schedule(config.schedule, config.lr, config.steps, config.warmup),
+        schedule(config.schedule, _rate(config), config.steps, config.warmup),
         make_batches(setup.train_prompts, setup.readout, config.seed, config.batch_size),
         config.weight_decay or 0.0,
     )
+
+
+def _rate(config: RunConfig) -> float:
+    """The learning rate; none before it is found."""
+    assert config.lr is not None
+    return 0.0 if isinstance(config.lr, str) else config.lr
 
 
 METHODS: dict[str, Callable[[Setup, Objective], Method]] = {

@@ -163,7 +163,7 @@ class Session:
         if record.step - self.trainer.start != SLOW_CHECK_STEP or record.lr == 0 or not any(self._slopes):
             return
         slope = math.sqrt(sum(value * value for value in self._slopes) / len(self._slopes))
-        peak = self.setup.config.lr or record.lr
+        peak = float(self.setup.config.lr or record.lr)
         moved = peak * slope * math.sqrt(self.trainer.limits.steps)
         values = [value[value != 0] for value in self.engine.state().values()]
         count = sum(value.size for value in values)

@@ -132,6 +132,12 @@ class Setup:
                 "they do not belong together"
             )
 
+    def with_lr(self, lr: float) -> Setup:
+        """The same with a learning rate that was found later. What was made of the data is kept."""
+        other = replace(self, config=self.config.replace(lr=lr))
+        vars(other).update({name: value for name, value in vars(self).items() if name not in vars(other)})
+        return other
+
     # ---- engine and objective
 
     @property
