@@ -97,7 +97,7 @@ def measure(placement: str, options: argparse.Namespace, device: torch.device) -
     if on_gpu:
         total = torch.cuda.get_device_properties(device).total_memory
         share = 1.0 if placement == "resident" else min(1.0, options.gpu_gb * 2**30 / total)
-        torch.cuda.set_per_process_memory_fraction(share, device)
+        torch.cuda.set_per_process_memory_fraction(share)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()

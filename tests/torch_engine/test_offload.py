@@ -112,6 +112,7 @@ def test_offloaded_layers_need_less_memory_and_score_alike(dtype):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
 def test_the_next_layer_is_copied_while_one_computes():
     """By a profile of one forward: some copy to the device runs at the same time as some kernel."""
     from torch.autograd import DeviceType

@@ -65,10 +65,9 @@ def describe_jump(config: RunConfig, planned: Any, step: int) -> str:
     if config.method not in ("spsa", "es") or not step or planned == config.steps:
         return ""
     assert config.schedule and config.lr is not None and config.steps
-    before, now = (
-        schedule(config.schedule, config.lr, steps, config.warmup)(step) for steps in (planned, config.steps)
-    )
-    if abs(now - before) <= SMALL_JUMP * config.lr:
+    rate = float(config.lr)
+    before, now = (schedule(config.schedule, rate, steps, config.warmup)(step) for steps in (planned, config.steps))
+    if abs(now - before) <= SMALL_JUMP * rate:
         return ""
     return (
         f"--steps {config.steps} instead of {planned} stretches the {config.schedule} schedule: from here on the learning rate "
