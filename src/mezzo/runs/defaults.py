@@ -106,7 +106,7 @@ def apply_defaults(config: RunConfig, family: str, rewards: bool = False) -> Run
         chosen |= {**ES, "eps": eps, "lr": eps}
     else:
         chosen |= {"steps": STEPS, "schedule": "constant", "batch_size": BATCH[family], "samples": 1, **published}
-        if "lr" not in ours.get(asked, {}) and asked not in engine.low_rank_spaces:
+        if "lr" not in ours.get(asked, {}):
             chosen["lr"] = "auto"
         chosen.pop("budget", None)
     missing = {name: value for name, value in chosen.items() if getattr(config, name) is None}
@@ -165,11 +165,6 @@ def choose_method(config: RunConfig, one_direction: bool = False, rewards: bool 
         )
     if config.lr == "auto" and (config.method in ("es", "adam") or rewards):
         raise ConfigError("--lr auto is for --method spsa: give a number, or leave it out")
-    if config.lr == "auto" and one_direction:
-        raise ConfigError(
-            f"--lr auto tries the sum of many directions, and a probe of {config.space!r} on {config.engine} is an adapter of "
-            "one: give a number"
-        )
     if config.method == "adam" and (not ENGINES[config.engine].gradients or config.workers):
         raise ConfigError("--method adam needs gradients: it runs in one process of the torch engine, without workers")
     if config.method or rewards:
