@@ -15,7 +15,7 @@ import mezzo
 from mezzo.cli import main
 from mezzo.many_runs import open_sweep
 from mezzo.reports.charts import comparison_charts
-from mezzo.reports.comparison import compare
+from mezzo.reports.comparison import Setting, compare
 from tests.test_report import HOSTILE, WIDTHS, Tags, browser, open_page  # noqa: F401 - a fixture
 
 GRID = ("--seeds", "13,21", "--sweep", "lr=1e-3,1e-1")
@@ -73,6 +73,8 @@ def test_every_combination_is_a_run_and_the_table_has_mean_and_deviation(swept, 
     assert list(compare([swept]).differing) == ["lr"], "only what differs has a column"
     mean, *_ = comparison_charts(compare([swept]).runs)
     assert mean.key == "compare-settings" and len(mean.series) == 2 and len(mean.series[0].low) == 3
+    assert {series.name for series in mean.series} == {"lr=0.001", "lr=0.1"}
+    assert Setting({"method": "adam", "budget": "", "lr": "0.1"}, ()).name == "adam, –, 0.1"
 
 
 def test_runs_that_look_alike_are_told_apart(swept, tmp_path):

@@ -36,7 +36,7 @@ def run_charts(run: RunData) -> list[Chart]:
 
 def comparison_charts(runs: Sequence[RunData]) -> list[Chart]:
     """Curves of several runs in one chart, over example-forwards where all runs counted them: methods compare in this unit."""
-    counted = all(run.forwards for run in runs)
+    counted = all(run.forwards for run in runs if run.metrics.evaluations or run.records)
     label = FORWARDS if counted else "step"
     comparison = Comparison(runs)
     settings, names = comparison.settings, unique_names(runs)

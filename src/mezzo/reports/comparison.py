@@ -48,7 +48,10 @@ class Setting:
 
     @property
     def name(self) -> str:
-        return ", ".join(f"{name}={value or '–'}" for name, value in self.options.items()) or "all runs"
+        """Of several options the values alone, as the table has them: a legend has little room."""
+        if len(self.options) == 1:
+            return "".join(f"{name}={value or '–'}" for name, value in self.options.items())
+        return ", ".join(value or "–" for value in self.options.values()) or "all runs"
 
     @cached_property
     def figures(self) -> list[float]:
