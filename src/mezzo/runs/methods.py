@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from mezzo.config import RunConfig
 from mezzo.errors import ConfigError
-from mezzo.method.batches import ExampleStream, make_batches
+from mezzo.method.batches import Batches, ExampleStream, make_batches
 from mezzo.method.es import EvolutionStrategies
 from mezzo.method.estimators import Spsa
 from mezzo.method.gradient import GradientMethod
@@ -38,33 +38,27 @@ def _make_solve(setup: Setup, objective: Objective) -> Method:
 
 
 def _make_spsa(setup: Setup, objective: Objective) -> Method:
+    return EstimatorMethod(objective, *_make_parts(setup))
+
+
+def _make_es(setup: Setup, objective: Objective) -> Method:
+    if setup.reward is None:
+        raise ConfigError(
+            "--method es trains on rewards of generated text: name one, such as --objective module:function"
+        )
+    return EvolutionStrategies(setup.reward, *_make_parts(setup), setup.config.shaping)
+
+
+def _make_parts(setup: Setup) -> tuple[Spsa, Sgd, Batches]:
+    """What asks for probes, what makes updates of slopes, and the examples."""
     config = setup.config
     assert config.eps is not None and config.steps is not None
     assert config.schedule is not None and config.batch_size is not None and config.samples is not None
     rate = schedule(config.schedule, _rate(config), config.steps, config.warmup)
-    return EstimatorMethod(
-        objective,
+    return (
         Spsa(config.seed, config.eps, config.samples),
         Sgd(rate, config.weight_decay or 0.0, config.clip),
         make_batches(setup.train_prompts, setup.readout, config.seed, config.batch_size),
-    )
-
-
-def _make_es(setup: Setup, objective: Objective) -> Method:
-    config, reward = setup.config, setup.reward
-    if reward is None:
-        raise ConfigError(
-            "--method es trains on rewards of generated text: name one, such as --objective module:function"
-        )
-    assert config.eps is not None and config.steps is not None
-    assert config.schedule is not None and config.batch_size is not None and config.samples is not None
-    rate = schedule(config.schedule, _rate(config), config.steps, config.warmup)
-    return EvolutionStrategies(
-        reward,
-        Spsa(config.seed, config.eps, config.samples),
-        Sgd(rate, config.weight_decay or 0.0, config.clip),
-        make_batches(setup.train_prompts, setup.readout, config.seed, config.batch_size),
-        config.shaping,
     )
 
 
