@@ -206,7 +206,7 @@ def test_merged_model_keeps_the_default_settings_of_the_bundled_model(tmp_path, 
     assert bundled_settings == merged_settings
     for content, reason in {
         "[]": "it must hold an object of settings by space",
-        '{"lora": {"lr": "fast"}}': "lr must be a number, not 'fast'",
+        '{"lora": {"lr": "fast"}}': "lr must be a number or auto, not 'fast'",
         '{"lora": {"remote_code": true}}': "remote_code cannot be set there",
         "{": "Expecting property name",
         '{"lora": 5}': "'lora' must be an object of settings, not 5",

@@ -119,7 +119,7 @@ def test_full_training_is_that_of_torch(options, tmp_path, tiny_folder):
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0)
     from mezzo.runs.methods import make_method
 
-    batch = next(make_method(setup, setup.objective()).step(0)).batch
+    batch = next(make_method(setup, setup.objective).step(0)).batch
     rows = [
         plain(input_ids=torch.tensor([p.ids])).logits[0, p.position, list(setup.readout.words)] for p in batch.prompts
     ]

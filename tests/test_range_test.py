@@ -70,4 +70,5 @@ def test_a_word_that_is_no_rate():
 def test_losses_that_are_not_finite_are_never_the_best():
     found = RangeTest((1.0, 2.0, 4.0), (-0.1, float("nan"), float("-inf")))
     assert found.chosen == 1 / CAUTION
-    assert "none of" in RangeTest((1.0,), (0.5,)).describe()
+    assert "none of" in RangeTest((1.0, 2.0), (0.5, 0.7)).describe()
+    assert "a guess: no direction changed the loss" in RangeTest((1.0,), (0.0,)).describe()

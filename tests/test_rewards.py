@@ -150,16 +150,16 @@ def test_batched_rewards_answers_and_draws(tmp_path):
 
 
 def deadly(completion: str, row: dict) -> float:
-    """`commas`, whose process is killed once for each prompt where MEZZO_MARKS names a folder for its memory."""
-    if folder := os.environ.get("MEZZO_MARKS"):
-        mark = Path(folder) / row["prompt"].replace(" ", "-")
+    """`commas`, whose process is killed once for each prompt where its row names a folder for its memory."""
+    if row["marks"]:
+        mark = Path(row["marks"]) / row["prompt"].replace(" ", "-")
         if not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
     return commas(completion, row)
 
 
-def test_killing_the_run_and_its_reward_processes_loses_nothing(tmp_path, monkeypatch):
+def test_killing_the_run_and_its_reward_processes_loses_nothing(tmp_path):
     small = {
         "model": LLAMA,
         **QUICK,
@@ -168,12 +168,16 @@ def test_killing_the_run_and_its_reward_processes_loses_nothing(tmp_path, monkey
         "batch_size": 2,
         "steps": 6,
     }
-    small |= {"train": ROWS[:6], "dev": ROWS[6:8], "schedule": "constant", "temperature": 1.0, "eval_every": 3}
-    whole = mezzo.finetune(**small, out=str(tmp_path / "whole"))
+    small |= {"schedule": "constant", "temperature": 1.0, "eval_every": 3}
+
+    def with_marks(folder: str) -> dict:
+        rows = [{**row, "marks": folder} for row in ROWS[:8]]
+        return {**small, "train": rows[:6], "dev": rows[6:]}
+
+    whole = mezzo.finetune(**with_marks(""), out=str(tmp_path / "whole"))
     (tmp_path / "marks").mkdir()
-    monkeypatch.setenv("MEZZO_MARKS", str(tmp_path / "marks"))
     run = tmp_path / "killed"
-    process = start_run({**small, "out": str(run)})
+    process = start_run({**with_marks(str(tmp_path / "marks")), "out": str(run)})
     wait_for_lines(run / "journal.jsonl", 4)
     assert kill_after(process, 0.0), "the run finished before it was killed"
     assert 0 < read(run).steps < 6 and list((tmp_path / "marks").iterdir())

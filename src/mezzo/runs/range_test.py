@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from mezzo.engines.base import Engine
-from mezzo.errors import RunFailed
 from mezzo.method.batches import ExampleStream
 from mezzo.method.estimators import Spsa
 from mezzo.method.objectives import Losses, Objective
@@ -47,6 +46,8 @@ class RangeTest:
 
     def describe(self) -> str:
         tried = f"{len(self.rates)} rates from {self.rates[0]:.2g} to {self.rates[-1]:.2g}"
+        if len(self.rates) == 1:
+            return f"lr {self.chosen:g}, a guess: no direction changed the loss; give --lr, or a larger --eps or --batch-size"
         if not self.changes[self.best] < 0:
             return (
                 f"lr {self.chosen:g}: none of {tried} lowered the loss; give --lr, or larger batches with --batch-size"
@@ -77,10 +78,10 @@ def find_rate(setup: Setup, engine: Engine, objective: Objective) -> RangeTest:
         found = estimator.tell(probes, losses_at(probes, examples.take(step * size, size)))
         slopes += [slope for slope in found if math.isfinite(slope.value)]
     typical = math.sqrt(sum(slope.value**2 for slope in slopes) / DIRECTIONS)
-    if not typical:
-        raise RunFailed(
-            f"no learning rate can be found: {DIRECTIONS} directions did not change the loss; give --lr or a larger --eps"
-        )
+    if (
+        not typical
+    ):  # as of a metric, where no prediction changed: a first slope of 1 shall move about as far as a probe
+        return RangeTest((config.eps,), (0.0,))
     rates = tuple(FIRST_LENGTH * config.eps / typical * 2.0**number for number in range(RATES))
     changes = []
     for number, slope in enumerate(slopes):
