@@ -195,12 +195,17 @@ def test_server_with_unsuitable_options_is_refused(shape, case):
         Replica(url, "m", shape, loader=LOADER).connect()
 
 
-def test_server_with_suitable_options_is_accepted(shape):
-    with http_server(json.dumps(OPTIONS).encode()) as url:
-        Replica(url, "m", shape, loader=LOADER).connect()
-    changes = {"custom_weight_loader": [], "dtype": "auto"}
-    with http_server(json.dumps({**OPTIONS, **changes}).encode()) as url:
-        Replica(url, "m", shape).connect()  # LoRA changes no weight of the server
+@pytest.mark.parametrize(
+    ("changes", "loader"),
+    [({}, LOADER), ({"custom_weight_loader": [], "dtype": "auto"}, "")],
+    ids=["matrices", "lora, which changes no weight of the server"],
+)
+def test_server_with_suitable_options_is_accepted(shape, changes, loader):
+    options = {**OPTIONS, **changes}
+    with http_server(json.dumps(options).encode()) as url:
+        replica = Replica(url, "m", shape, loader=loader)
+        replica.connect()
+    assert (replica.info.dtype, list(replica.info.loaders)) == (options["dtype"], options["custom_weight_loader"])
 
 
 def test_another_program_on_the_port_is_refused(shape):
