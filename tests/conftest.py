@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,13 @@ import torch
 from mezzo.types import Batch, Prompt, Readout
 
 torch.set_num_threads(1)
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile(
+    "mezzo",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.load_profile("mezzo")
 VOCAB = 120
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mezzo.errors import JournalError
@@ -59,7 +59,7 @@ def test_skipped_steps_keep_nan_and_infinite_losses(tmp_path):
     assert record.skipped == "non-finite loss"
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=60)
 @given(cut=st.integers(1, 400))
 def test_torn_tail_is_truncated_and_the_rest_kept(tmp_path_factory, cut):
     folder = tmp_path_factory.mktemp("torn")
@@ -81,7 +81,7 @@ def test_torn_tail_is_truncated_and_the_rest_kept(tmp_path_factory, cut):
     assert continued.torn == 0
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=60)
 @given(index=st.integers(0, 10**6), value=st.integers(0, 255))
 def test_changed_byte_never_changes_a_step(tmp_path_factory, index, value):
     folder = tmp_path_factory.mktemp("changed")
@@ -207,7 +207,7 @@ def test_compact_journal_keeps_directions_of_earlier_steps(tmp_path):
     assert [record.update for record in import_compact(tmp_path / "j.mezzo").records] == updates
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=40)
 @given(st.binary(max_size=300), st.integers(0, 400))
 def test_damaged_compact_journals_are_refused_in_one_line(tmp_path_factory, junk, cut):
     folder = tmp_path_factory.mktemp("damaged")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mezzo.api import best_step, finetune, open_run
@@ -29,11 +29,7 @@ from tests.hostile.files import (
     write_journal,
 )
 
-QUICK = settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+QUICK = settings(max_examples=40)
 SLOWER = settings(QUICK, max_examples=25)
 
 NUMBERS = st.one_of(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mezzo import api
@@ -173,9 +173,7 @@ def test_redirect_is_not_followed(server, model, evaluation, expect_refusal):
         assert not other.requests
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@settings(max_examples=60)
 @given(path=st.sampled_from(["/server_info", "/model_info", "/generate"]), pick=st.integers(0, 10**6), new=REPLACEMENTS)
 def test_answers_with_a_changed_value_never_crash(server, evaluation, run_command, path, pick, new):
     def change(value: Any) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mezzo.errors import DataError, MezzoWarning
@@ -287,7 +287,7 @@ fragments = st.sampled_from(
 
 
 @pytest.mark.filterwarnings("ignore::mezzo.errors.MezzoWarning")
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(
     content=st.binary(max_size=60) | st.lists(fragments, max_size=30).map(lambda parts: "".join(parts).encode()),
     suffix=st.sampled_from([".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet"]),
@@ -315,7 +315,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     rows=st.lists(
         st.dictionaries(

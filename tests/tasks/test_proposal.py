@@ -235,7 +235,7 @@ def test_own_template_and_words_define_the_task(suggest: Any) -> None:
 cells = st.sampled_from(["", "yes", "no", "a b c d", "1", "2.5", "{x}", "nan", "text", '"', "ä€"]) | st.text(max_size=6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(names=st.lists(cells, min_size=1, max_size=4, unique=True), data=st.data())
 def test_arbitrary_rows_give_a_task_or_a_one_line_error(names: list[str], data: Any, words_of_roberta: Any) -> None:
     rows = data.draw(st.lists(st.fixed_dictionaries({name: cells | st.none() | st.integers() for name in names})))
