@@ -32,6 +32,7 @@ def test_problems_follow_from_the_seed_and_are_all_different():
         ("", 0.0),
         ("3 ** 7 ** 5", 0.0),
         ("(3 * 7 + 5", 0.0),
+        ("3 * 7 + 5if", 0.0),
         ("7 / (5 - 5) + 3", 0.0),
         ("__import__('os').exit() * 3 * 7 * 5", 0.0),
         ("(" * 5000 + "3 * 7 + 5", 0.0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import random
 import re
+import warnings
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
@@ -37,7 +38,8 @@ def reward(completion: str, row: Mapping[str, Any]) -> float:
     """1 for an expression of all the numbers, each used once, that equals the target; a little for one with another value."""
     numbers = sorted(map(int, str(row["numbers"]).split()))
     try:
-        tree = ast.parse(find_expression(completion), mode="eval")
+        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # of `2and`, say
+            tree = ast.parse(find_expression(completion), mode="eval")
         used, value = sorted(_numbers(tree)), _value(tree.body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return 0.0
