@@ -26,6 +26,7 @@ from mezzo.config import OPTIONS, from_file
 from mezzo.drawing.text import shows_unicode
 from mezzo.errors import ConfigError, join_names
 from mezzo.evaluation.figures import describe_loss
+from mezzo.evaluation.rewards import REWARDS
 from mezzo.journal.atomic_files import write_atomically
 from mezzo.parallel.transports import torchrun
 from mezzo.runs.datasets import DEFAULT_TASK
@@ -99,7 +100,7 @@ def _announce(options: Namespace) -> None:
         say(f"continuing {options.resume}; loading …", sys.stderr)
         return
     config = api.resolve(_all_options(options))
-    words = METHOD_WORDS[choose_method(config)]
+    words = METHOD_WORDS[choose_method(config, rewards=config.task in REWARDS)]
     say(f"fine-tuning {config.model} on {config.task or config.train or DEFAULT_TASK}, {words}; loading …", sys.stderr)
 
 

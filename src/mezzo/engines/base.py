@@ -44,6 +44,8 @@ class EngineSpec:
     """Questions have many probes: the engine may take more of them, and fewer rows, in one forward."""
     population: int = 0
     """Probes of a step at which texts are generated, token by token: as many as possible share a forward."""
+    draws_texts: bool = False
+    """Texts are drawn, not greedy."""
     classes: int = 0
     noise_kind: Kind = "rademacher"
     seed: int = 0

@@ -22,11 +22,12 @@ from mezzo.replay.prefix_start import prefix_start
 from mezzo.replay.replay import bring_to, check_base
 from mezzo.runs.budget import parse_budget
 from mezzo.runs.data_summary import describe_data
+from mezzo.runs.eps_test import EpsTest, find_eps
 from mezzo.runs.events import Events, Observer
 from mezzo.runs.folder import Folder, holds_run
 from mezzo.runs.health import Health
 from mezzo.runs.methods import make_method
-from mezzo.runs.range_test import find_rate
+from mezzo.runs.range_test import RangeTest, find_rate
 from mezzo.runs.recorded_evaluations import read_evaluations, read_zero_shot
 from mezzo.runs.resume_checks import (
     CONTACTING,
@@ -75,10 +76,15 @@ def new_run(config: RunConfig, observe: Observer, function: Function | None = No
     with _Opened() as opened:
         engine = opened.add(_open_engine(setup))
         engine.check(setup.check_batch, setup.config.eps or 1e-3)
-        found = find_rate(setup, engine, objective) if setup.config.lr == "auto" else None
+        found: RangeTest | EpsTest | None = None
+        if setup.config.lr == "auto":
+            found = find_rate(setup, engine, objective)
+            setup = setup.with_found(lr=found.chosen)
+        elif setup.config.method == "es" and config.eps is None:
+            found = find_eps(setup, engine)
+            setup = setup.with_found(eps=found.chosen, **({"lr": found.chosen} if config.lr is None else {}))
         if found:
             observe("range test", {"text": found.describe()})
-            setup = setup.with_lr(found.chosen)
         space = setup.config.space or ""
         folder = opened.add(Folder.create(config.out, f"{setup.task.name}-{space if space.isalnum() else 'pattern'}"))
         journal = opened.add(Journal.create(folder.path, make_header(setup, engine), prefix_start(engine)))

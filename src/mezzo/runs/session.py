@@ -122,9 +122,9 @@ class Session:
     def _longer_limit(self) -> str:
         """The option that lets a finished run go on."""
         trainer = self.trainer
-        if trainer.spent >= trainer.limits.forwards:
-            return f"--budget N, N more than {trainer.spent:,} example-forwards"
-        return f"--steps N, N more than {trainer.step}"
+        if trainer.step >= trainer.limits.steps:
+            return f"--steps N, N more than {trainer.step}"
+        return f"--budget N, N more than {trainer.spent:,} example-forwards"
 
     def _test(self) -> tuple[DetailedEvaluation, Assessment]:
         test = self.setup.splits.test

@@ -132,9 +132,9 @@ class Setup:
                 "they do not belong together"
             )
 
-    def with_lr(self, lr: float) -> Setup:
-        """The same with a learning rate that was found later. What was made of the data is kept."""
-        other = replace(self, config=self.config.replace(lr=lr))
+    def with_found(self, **values: float) -> Setup:
+        """The same with options that were found later. What was made of the data is kept."""
+        other = replace(self, config=self.config.replace(**values))
         vars(other).update({name: value for name, value in vars(self).items() if name not in vars(other)})
         return other
 
@@ -157,6 +157,7 @@ class Setup:
             fewer_rows=config.micro_batch is None,
             many_probes=config.method in ("solve", "es"),
             population=2 * (config.samples or 1) if self.reward else 0,
+            draws_texts=config.temperature > 0,
             classes=self.readout.classes,
             noise_kind=noise.get_noise(config.noise).kind,
             seed=config.seed,
