@@ -12,7 +12,7 @@ from mezzo.engines.vllm import support
 from mezzo.errors import ModelError
 from mezzo.method.space import Space
 from tests.sglang.conftest import PAIR, candidates_batch, distance, words_batch
-from tests.sglang.test_architectures import CONFIGS, GROUPED, save_tiny
+from tests.sglang.tiny_models import CAUSAL, GROUPED, save_tiny
 from tests.vllm.conftest import open_both_engines
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -21,8 +21,8 @@ WIDER = {"hidden_size": 128, "word_embed_proj_dim": 128, "head_dim": 32, "query_
 
 
 def tiny(model_type: str, folder: Any) -> str:
-    settings = CONFIGS.get(model_type, GROUPED)
-    return save_tiny(model_type, folder, **{name: WIDER.get(name, value) for name, value in settings.items()})
+    settings = {name: WIDER.get(name, value) for name, value in CAUSAL.get(model_type, GROUPED).items()}
+    return save_tiny(model_type, folder, **settings)
 
 
 @pytest.mark.parametrize("model_type", support.ARCHITECTURES)
