@@ -1,19 +1,17 @@
 """Time of a step on SGLang, compared with the torch engine and with bare scoring calls of SGLang itself.
 
-python benchmarks/sglang_step.py [--model llama-1b] [--dtype bfloat16] [--batch 64] [--length 32] [--shared 480] [--rounds 5]
+python benchmarks/sglang_step.py [--model llama-1b] [--dtype bfloat16] [--batch 64] [--length 32] [--shared 480] [--directions 16]
 
-Both engines run on one device and take turns in one process. A step is both signs of one direction and the update. `llama-1b` is
-a Llama of that shape with random weights. With --shared, a second table has prompts that begin with that many common tokens, as
-prompts with demonstrations do.
+Both engines run on one device and take turns in one process. A step is both signs of one direction and the update; a population
+is θ and one probe for each direction, as `--method solve` asks for. `llama-1b` is a Llama of that shape with random weights. Bare
+requests are as many different prompts, scored by SGLang's own interface under no adapter. With --shared, a second table has
+prompts that begin with that many common tokens, as prompts with demonstrations do.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
-import io
 import json
-import pstats
 import statistics
 import tempfile
 import time
@@ -25,16 +23,16 @@ import numpy as np
 import torch
 
 from mezzo.engines import open_engine
-from mezzo.engines import token_rows as sglang_rows
 from mezzo.engines.base import EngineSpec
-from mezzo.engines.sglang.inprocess.worker import Worker
 from mezzo.engines.sglang.requests import scoring_body
 from mezzo.engines.token_rows import MIN_SHARED_TOKENS, token_rows
 from mezzo.method.space import Space
-from mezzo.types import Batch, Probe, Prompt, Readout, Scores, Update
+from mezzo.types import Batch, Probe, Prompt, Readout, Update
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 EPS = 1e-2
+# Of a batch and the number of its round.
+Case = Callable[[Batch, int], object]
 
 
 def save_llama_1b(folder: Path, dtype: str) -> str:
@@ -77,49 +75,19 @@ def step(engine: Any, batch: Batch, number: int) -> Any:
     return scores
 
 
-def score_base(worker: Worker, batch: Batch) -> Scores:
-    """In a worker: the scores of the base model under no adapter."""
-    weights, worker.weights = worker.weights, None
-    try:
-        return worker.score(batch, (Probe(),), len(batch), 1)[0]
-    finally:
-        worker.weights = weights
-
-
-def run_bare_calls(engine: Any, batch: Batch) -> None:
-    """Score the batch twice by a call into the workers, under no adapter."""
-    for _ in range(2):
-        engine.channel.call(score_base, batch=batch)
+def score_population(engine: Any, batch: Batch, number: int, directions: int) -> Any:
+    return engine.score(batch, (Probe(), *(Probe(((1000 * number + index, EPS),)) for index in range(directions))))
 
 
 def run_requests(engine: Any, batch: Batch) -> None:
-    """Score the batch twice by SGLang's own requests, under no adapter."""
+    """Score the batch by SGLang's own requests, under no adapter, with nothing in its cache."""
     rows = token_rows(batch)
-    for _ in range(2):
-        engine.engine.generate(**scoring_body(rows, [None] * len(rows), batch.readout))
-        while not engine.channel.call(Worker.flush_cache):
-            time.sleep(0.001)
+    engine.engine.generate(**scoring_body(rows, [None] * len(rows), batch.readout))
+    while not engine.engine.flush_cache().success:
+        time.sleep(0.001)
 
 
-def set_min_shared_tokens(worker: Worker, count: int) -> None:
-    """In a worker: how many tokens rows must have in common to share them."""
-    sglang_rows.MIN_SHARED_TOKENS = count
-
-
-def profile_score(worker: Worker, kernels: bool, **values: Any) -> str:
-    """In a worker: a profile of scoring, of the host or of the device's kernels."""
-    if kernels:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as device_profile:
-            worker.score(**values)
-        return str(device_profile.key_averages().table(sort_by="cuda_time_total", row_limit=40))
-    profile, text = cProfile.Profile(), io.StringIO()
-    profile.runcall(worker.score, **values)
-    for order in ("cumtime", "tottime"):
-        pstats.Stats(profile, stream=text).sort_stats(order).print_stats(80)
-    return text.getvalue()
-
-
-def time_in_turns(cases: dict[str, Callable[[Batch, int], object]], batches: list[Batch]) -> dict[str, list[float]]:
+def time_in_turns(cases: dict[str, Case], batches: list[Batch]) -> dict[str, list[float]]:
     """Milliseconds of each case on each batch; the first two batches warm up."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     for number, batch in enumerate(batches):
@@ -148,9 +116,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=32)
     parser.add_argument("--shared", type=int, default=480)
+    parser.add_argument("--directions", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("sglang_step.json"))
-    parser.add_argument("--kernels", action="store_true", help="also list the GPU kernels of one step")
     options = parser.parse_args()
     start = time.perf_counter()
     results: dict[str, Any] = {"options": {k: str(v) for k, v in vars(options).items()}, "seconds": {}}
@@ -186,9 +154,12 @@ def measure(sglang: Any, reference: Any, options: Any, results: dict[str, Any], 
     count, length = options.batch, options.length
 
     def step_without_sharing(batch: Batch, number: int) -> None:
-        sglang.channel.call(set_min_shared_tokens, count=10**9)
+        sglang.channel.call("set_min_shared_tokens", count=10**9)
         step(sglang, batch, number)
-        sglang.channel.call(set_min_shared_tokens, count=MIN_SHARED_TOKENS)
+        sglang.channel.call("set_min_shared_tokens", count=MIN_SHARED_TOKENS)
+
+    def bare(shared: int, members: int) -> Case:
+        return lambda batch, number: run_requests(sglang, make_batch(members * count, length, shared, 10_000 + number))
 
     first = Update(((5, float(np.float32(0.01))),))  # LoRA's B starts at zero, where noise on A changes nothing
     for engine in (sglang, reference):
@@ -198,11 +169,13 @@ def measure(sglang: Any, reference: Any, options: Any, results: dict[str, Any], 
     note(f"agreement {results['agreement']}")
     for name, shared in (("short", 0), ("shared", options.shared))[: 2 if options.shared else 1]:
         batches = [make_batch(count, length, shared, seed) for seed in range(options.rounds + 2)]
-        cases: dict[str, Callable[[Batch, int], object]] = {
+        cases: dict[str, Case] = {
             "torch step": lambda batch, n: step(reference, batch, n),
             "sglang step": lambda batch, n: step(sglang, batch, n),
-            "sglang, two bare calls": lambda batch, n: run_bare_calls(sglang, batch),
-            "sglang, two calls of requests": lambda batch, n: run_requests(sglang, batch),
+            "bare requests, a step's": bare(shared, 2),
+            "torch population": lambda batch, n: score_population(reference, batch, n, options.directions),
+            "sglang population": lambda batch, n: score_population(sglang, batch, n, options.directions),
+            "bare requests, a population's": bare(shared, 1 + options.directions),
         }
         if shared:
             cases["sglang step, nothing shared"] = step_without_sharing
@@ -215,12 +188,6 @@ def measure(sglang: Any, reference: Any, options: Any, results: dict[str, Any], 
         results[name]["cached tokens per step"] = (sglang.token_counts.cached - before) // len(batches)
         note(name)
         print(table(results[name]), flush=True)
-    arguments = {"batch": make_batch(count, length, 0, 55), "probes": (Probe(((8, EPS),)), Probe(((8, -EPS),)))}
-    arguments |= {"rows": count, "members": 2}
-    for kernels in (False, True)[: 2 if options.kernels else 1]:
-        text = sglang.channel.call(profile_score, kernels=kernels, **arguments)
-        options.out.with_suffix(".kernels.txt" if kernels else ".host.txt").write_text(text)
-        note("kernels" if kernels else "profile")
 
 
 def table(times: dict[str, Any]) -> str:

@@ -291,12 +291,19 @@ def options_of(parser: Any) -> set[str]:
     return {name for each in (parser, *commands) for action in each._actions for name in action.option_strings}
 
 
+def options_of_benchmarks(text: str) -> set[str]:
+    """The options of the benchmarks whose commands a page shows."""
+    sources = [(ROOT / path).read_text() for path in set(re.findall(r"benchmarks/\w+\.py", text))]
+    return {name for source in sources for name in re.findall(r'"(--[a-z][a-z-]+)"', source)}
+
+
 OTHER_PROGRAMS = {
     "--nproc-per-node",
     "--max-restarts",
     "--head",
     "--local-dir",
     "--editable",
+    "--enable-custom-logit-processor",
     "--constraint",
     "--fix",
     "--quiet",
@@ -309,8 +316,9 @@ OTHER_PROGRAMS = {
 def test_options_on_pages_exist(page):
     if page.stem in ("log", "methods", "results", "serving", "sglang"):
         pytest.skip("the page has commands of other programs")
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text(encoding="utf-8")))
-    assert named <= options_of(build_parser()) | OTHER_PROGRAMS
+    text = page.read_text(encoding="utf-8")
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
+    assert named <= options_of(build_parser()) | options_of_benchmarks(text) | OTHER_PROGRAMS
 
 
 def test_commands_and_tasks_of_the_paper_page_exist():

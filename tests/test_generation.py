@@ -114,8 +114,6 @@ def test_predict_and_evaluate_drawn_answers():
     assert 0 <= mezzo.evaluate(**options, data=SQUAD, temperature=1.0, draws=2).value <= 1
     with pytest.raises(ConfigError, match="add --temperature 1"):
         mezzo.evaluate(**options, data=SQUAD, draws=2)
-    with pytest.raises(ConfigError, match="servers generate greedily"):
-        mezzo.evaluate(**options, data=SQUAD, temperature=1.0, engine="sglang", url=["http://localhost:1"])
 
 
 def test_chat_template_frames_the_prompt(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 from collections.abc import Iterator
@@ -42,6 +43,26 @@ def open_both_engines(spec: EngineSpec) -> Iterator[tuple[Any, Any]]:
         yield ours, reference
     finally:
         ours.close()
+
+
+@contextlib.contextmanager
+def without_internals(engine: Any) -> Iterator[None]:
+    """Inside the block SGLang's processes have no method of mezzo's, as in a version of SGLang that mezzo does not know."""
+    state = engine.state()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("Scheduler has no such method")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.channel, "rpc", refuse)
+        patch.setattr(engine, "uses_internals", engine._check_internals())
+        patch.setattr(engine, "builds_batches", False)
+        engine.load_state(state)
+        yield
+        assert engine.reset()
+    engine.uploads.unload()
+    assert engine._check_internals()
+    engine.load_state(state)
 
 
 def update(*terms: tuple[int, float], keep: float = 1.0) -> Update:

@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 
 from mezzo.engines.hf_hub import locate
@@ -42,6 +43,7 @@ class Server:
         device: str = "cpu",
         port: int = 0,
         plugins: bool = True,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.port, self.log = port or free_port(), log
         self.url = f"http://127.0.0.1:{self.port}"
@@ -87,6 +89,7 @@ class Server:
                     **({} if plugins else WITHOUT_MEZZO),
                     "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(tp)),
                     "PYTHONWARNINGS": "ignore",
+                    **(environment or {}),
                 },
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -46,6 +46,6 @@ def test_server_commands_are_valid():
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     calls = commands("python -m sglang.launch_server")
-    assert len(calls) == 4
+    assert len(calls) == 5
     for words in calls:
         parser.parse_args(words)

@@ -20,6 +20,7 @@ from tests.sglang.conftest import (
     spec_of,
     tokens,
     update,
+    without_internals,
     words_batch,
 )
 
@@ -98,6 +99,42 @@ def test_requests_are_used_where_sglang_refuses_built_batches(engines, monkeypat
         patch.setattr(ours, "builds_batches", False)
         assert distance(ours.score(BATCHES["words"], PAIR), reference.score(BATCHES["words"], PAIR)) < TOLERANCE
     assert ours._check_built_batches()
+
+
+def test_public_interface_gives_the_same_where_internals_fail(engines, capsys):
+    ours, reference = engines
+    with without_internals(ours):
+        assert (
+            "Scheduler has no such method. Is mezzo installed beside SGLang?): using its public"
+            in capsys.readouterr().err
+        )
+        assert not ours.describe()["uses_internals"]
+        for name in ("words", "candidates"):
+            assert distance(ours.score(BATCHES[name], MIXED), reference.score(BATCHES[name], MIXED)) < TOLERANCE
+        state = reference.state()
+        for engine in engines:
+            engine.apply([update((31, 0.01), keep=0.99)])
+        assert ours.digest() == reference.digest()
+        assert distance(ours.score(BATCHES["words"], PAIR), reference.score(BATCHES["words"], PAIR)) < TOLERANCE
+        batch = words_batch(2)
+        assert ours.generate(batch, PAIR, Generation(3)) == reference.generate(batch, PAIR, Generation(3))
+        reference.load_state(state)
+    assert ours.digest() == reference.digest() and ours.describe()["uses_internals"]
+
+
+def test_slots_that_hold_something_else_are_noticed(engines, monkeypatch, capsys):
+    ours, state = engines[0], engines[0].state()
+    call = ours.channel.call
+
+    def write_nothing(method, **values):
+        return call(method, **values | ({"probes": (Probe(),)} if method == "write_probes" else {}))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ours.channel, "call", write_nothing)
+        assert not ours._check_internals()
+    assert "adapters that are written in place differ by" in capsys.readouterr().err
+    assert ours._check_internals()
+    ours.load_state(state)
 
 
 def test_scores_do_not_depend_on_micro_batches_or_order(engines):

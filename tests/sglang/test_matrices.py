@@ -8,7 +8,16 @@ import pytest
 from mezzo.method import noise
 from mezzo.method.space import Space
 from mezzo.types import Probe
-from tests.sglang.conftest import PAIR, candidates_batch, distance, open_both_engines, spec_of, update, words_batch
+from tests.sglang.conftest import (
+    PAIR,
+    candidates_batch,
+    distance,
+    open_both_engines,
+    spec_of,
+    update,
+    without_internals,
+    words_batch,
+)
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -62,3 +71,20 @@ def test_probe_leaves_weights_and_scores_unchanged(engines):
     ours.score(batch, PAIR)
     assert ours.digest() == before[0]
     np.testing.assert_array_equal(ours.score(batch, [Probe()]), before[1])
+
+
+def test_public_interface_gives_the_same_where_internals_fail(engines, capsys):
+    ours, reference = engines
+    state = reference.state()
+    with without_internals(ours):
+        assert "using its public interface" in capsys.readouterr().err
+        for _ in range(2):
+            for probes in ((Probe(),), PAIR):
+                batch = words_batch()
+                assert distance(ours.score(batch, probes), reference.score(batch, probes)) < 1e-4
+            for engine in engines:
+                engine.apply([update((41, 1e-3), keep=0.999)])
+        assert ours.digest() == reference.digest()
+    reference.load_state(state)
+    assert ours.digest() == reference.digest()
+    assert distance(ours.score(batch, PAIR), reference.score(batch, PAIR)) < 1e-4

@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import json
 import os
+import sys
 import threading
+import types
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -19,6 +21,7 @@ from mezzo.engines.hf_hub import locate
 from mezzo.engines.sglang import model_facts
 from mezzo.engines.sglang.adapters import adapter_shape
 from mezzo.engines.sglang.inprocess import launch
+from mezzo.engines.sglang.internals import processes
 from mezzo.engines.sglang.model_facts import read_model_facts
 from mezzo.engines.sglang.server.engine import ServerEngine
 from mezzo.engines.sglang.server.loader import LOADER
@@ -38,6 +41,31 @@ def test_processes_of_sglang_get_as_many_cores_as_omp_num_threads_says(monkeypat
         monkeypatch.setenv("OMP_NUM_THREADS", said)
         spec = spec_of(Space("lora"), threads=threads)
         assert launch._environment_variables(spec, cpu=True).get("SGLANG_CPU_OMP_THREADS_BIND") == cores
+
+
+def test_graphs_are_for_generated_texts_and_given_up_where_sglang_does_not_start_with_them(monkeypatch, capsys):
+    tried = []
+
+    def start(**arguments):
+        tried.append(arguments)
+        if not arguments["disable_cuda_graph"]:
+            raise RuntimeError("Capture failed\nand why")
+
+    monkeypatch.setitem(sys.modules, "sglang", types.SimpleNamespace(Engine=start))
+    spec = spec_of(Space("lora"), device="cuda")
+    launch.start(spec, None)
+    launch.start(dataclasses.replace(spec, population=64), None)
+    graphs = ("disable_cuda_graph", "disable_overlap_schedule")
+    assert [[each[name] for name in graphs] for each in tried] == [[True, True], [False, False], [True, True]]
+    assert tried[1]["cuda_graph_max_bs_decode"] == tried[1]["max_running_requests"] == 64 * spec.rows
+    assert "without CUDA graphs, which is slower: SGLang could not start: Capture failed\n" in capsys.readouterr().err
+    monkeypatch.setenv("MEZZO_SGLANG_OPTIONS", '{"disable_cuda_graph": true, "lora_backend": "csgmv"}')
+    launch.start(dataclasses.replace(spec, population=64), None)
+    assert tried[3]["disable_cuda_graph"] and tried[3]["lora_backend"] == "csgmv" and len(tried) == 4
+    for wrong in ("[1]", "{"):
+        monkeypatch.setenv("MEZZO_SGLANG_OPTIONS", wrong)
+        with pytest.raises(ConfigError, match="MEZZO_SGLANG_OPTIONS"):
+            launch.start(spec, None)
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +129,21 @@ def test_sglang_options_need_the_sglang_engine():
         api.resolve({"url": "http://localhost:30000"})
     with pytest.raises(ConfigError, match="all servers in --url"):
         api.resolve({"engine": "sglang", "url": "http://localhost:30000", "workers": 2})
+
+
+@pytest.mark.sglang
+def test_messages_that_nobody_takes_do_not_hold_up_the_next_engine(tmp_path):
+    import zmq
+
+    context = zmq.Context()
+    socket = context.socket(zmq.PUSH)
+    socket.connect(f"ipc://{tmp_path}/nobody")
+    socket.send(b"a message")
+    processes.drop_messages()
+    ending = threading.Thread(target=context.destroy, daemon=True)
+    ending.start()
+    ending.join(10)
+    assert not ending.is_alive()
 
 
 @pytest.mark.sglang
@@ -244,10 +287,21 @@ def test_checkpoint_of_another_dtype_gives_the_facts_of_the_torch_engine(tmp_pat
         torch.testing.assert_close(torch.tensor(facts.sample_logprobs), expected)
 
 
-def test_masked_models_heads_and_ranks_are_refused_over_url():
+def test_server_of_a_masked_model_has_to_be_started_for_it():
+    """It serves mezzo's own model, and SGLang's command line has no word for one of its modules."""
+    spec = EngineSpec("mezzo/roberta-mini", "masked", Space("lora"), rows=4)
+    with http_server(json.dumps(OPTIONS).encode()) as url, pytest.raises(ConfigError) as refused:
+        ServerEngine(dataclasses.replace(spec, urls=(url,)))
+    assert "does not serve a masked model as mezzo reads one" in str(refused.value)
+    assert '\'{"architectures": ["EncoderForMaskedLM"], "mask_token_id": 4}\'' in str(refused.value)
+    matrices, dense = Space("matrices", noise_rank=4), Space("lora", targets=("query", "value", "dense"))
+    for space, option in ((matrices, "--only"), (dense, "--targets")):
+        with http_server(json.dumps(OPTIONS).encode()) as url, pytest.raises(SpaceError, match=f"{option}.*out --url"):
+            ServerEngine(dataclasses.replace(spec, urls=(url,), space=space, exclusive_server=True))
+
+
+def test_heads_and_ranks_are_refused_over_url():
     urls = ("http://127.0.0.1:1",)
-    with pytest.raises(ModelError, match="leave --url out"):
-        ServerEngine(EngineSpec("mezzo/roberta-mini", "masked", Space("lora"), rows=4, urls=urls))
     with pytest.raises(ModelError, match="no classification head"):
         ServerEngine(spec_of(Space("lora"), urls=urls, classes=2))
     with pytest.raises(ConfigError, match="server's own option"):

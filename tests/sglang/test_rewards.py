@@ -34,6 +34,10 @@ def test_a_population_generates_what_its_members_would_alone_and_what_the_torch_
         )
         assert together == expected
         assert together[:2] == session.engine.generate(words_batch(4), probes[:2], generation)
+    prefix, counted = tuple(range(100, 140)), session.engine.token_counts.cached
+    asked = (words_batch(4, prefix=prefix), probes, dataclasses.replace(drawn, draws=1))
+    assert session.engine.generate(*asked) == reference.generate(*asked)
+    assert session.engine.token_counts.cached - counted == len(probes) * 4 * len(prefix), "once for each member"
 
 
 def test_habit_is_learned_beyond_chance_and_the_torch_engine_rebuilds_it(session):

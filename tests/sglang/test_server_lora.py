@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,8 +18,9 @@ import pytest
 
 from mezzo import api
 from mezzo.engines import open_engine
-from mezzo.engines.sglang.server import connection, pool, replica
+from mezzo.engines.sglang.server import connection, pool, replica, weights
 from mezzo.engines.sglang.server.loader import LOADER
+from mezzo.engines.sglang.server.recipes import encode_recipe
 from mezzo.errors import ConfigError, RunFailed
 from mezzo.method.space import Space
 from mezzo.runs.folder import Folder
@@ -26,18 +28,20 @@ from mezzo.types import Generation, Probe
 from tests.conftest import SENTENCES
 from tests.sglang.conftest import MODEL, PAIR, UPDATES, candidates_batch, distance, spec_of, words_batch
 from tests.sglang.servers import Server
+from tests.test_rewards import QUICK, ROWS, commas
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 LORA = Space("lora", rank=4, alpha=8)
+DRAWS = ("--enable-custom-logit-processor",)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
-    """Two servers, of which the second wants a key and has no mezzo beside it."""
+    """Two servers, of which the first can draw texts; the second wants a key and has no mezzo beside it."""
     folder = tmp_path_factory.mktemp("servers")
     keyed = ("--api-key", "secret", "--custom-weight-loader", LOADER)
-    started = [Server(MODEL, folder / "0.log"), Server(MODEL, folder / "1.log", more=keyed, plugins=False)]
+    started = [Server(MODEL, folder / "0.log", more=DRAWS), Server(MODEL, folder / "1.log", more=keyed, plugins=False)]
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MEZZO_API_KEY", "secret")
@@ -68,6 +72,38 @@ def test_scores_match_torch_engine(servers, reference, replicas):
             assert distance(engine.score(batch, probes), reference.score(batch, probes)) < 1e-4
     asked = (words_batch(3), [Probe(), *PAIR, Probe(((4, 0.05),))], Generation(5, stop_ids=(323,)))
     assert engine.generate(*asked) == reference.generate(*asked)
+    engine.close()
+
+
+def test_es_over_a_url_equals_the_run_in_process(servers, tmp_path):
+    """Texts are drawn by the server, and those of a prompt differ."""
+    run = {"samples": 2, "batch_size": 3, "steps": 2, "rank": 4, "eval_every": 2, "temperature": 1.0, "draws": 2}
+    run |= {"train": ROWS[:8], "dev": ROWS[8:12], "eps": 0.05, "objective": commas}
+    found = {}
+    for name, where in (("torch", {"engine": "torch"}), ("served", {"engine": "sglang", "url": (servers[0].url,)})):
+        found[name] = api.finetune(MODEL, **QUICK, **run, **where, out=str(tmp_path / name))
+    assert found["served"].digest == found["torch"].digest and api.verify(tmp_path / "served").ok
+    records = [api.records(tmp_path / name) for name in found]
+    assert [each.losses for each in records[0]] == [each.losses for each in records[1]]
+    assert len({loss for each in records[0] for loss in each.losses}) > 1
+    refused = {"engine": "sglang", "url": (servers[1].url,), "out": str(tmp_path / "refused")}
+    with pytest.raises(ConfigError, match=r"cannot draw texts.*--enable-custom-logit-processor"):
+        api.finetune(MODEL, **QUICK, **run, **refused)
+    assert not (tmp_path / "refused").exists()
+
+
+def test_adapters_are_uploaded_where_recipes_fail(servers, reference, monkeypatch, capsys):
+    """As in a version of SGLang that reads adapters elsewhere than mezzo's plugin expects: its answer is an error."""
+
+    def encode(recipe, values=None):
+        return encode_recipe(dataclasses.replace(recipe, noise_kind="of another version"), values)
+
+    monkeypatch.setattr(weights, "encode_recipe", encode)
+    engine = open_engine("sglang", spec_of(LORA, urls=(servers[0].url,)))
+    assert re.search(r"does not make adapters from seeds \(.*\): they are uploaded", capsys.readouterr().err)
+    engine.apply(UPDATES)
+    batch = words_batch(4)
+    assert distance(engine.score(batch, PAIR), reference.score(batch, PAIR)) < 1e-4
     engine.close()
 
 
@@ -147,7 +183,7 @@ def test_servers_come_and_go(servers, data, tmp_path, monkeypatch):
     servers[1].thaw()
     step_until(*servers)
     servers[0].kill()
-    servers[0] = Server(MODEL, tmp_path / "again.log", port=servers[0].port)
+    servers[0] = Server(MODEL, tmp_path / "again.log", port=servers[0].port, more=DRAWS)
     step_until(servers[1])
     servers[0].ready()
     step_until(*servers)

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from mezzo.engines.lora_factors import module_of
+from mezzo.engines.sglang.internals.shards import layer_shards
 from mezzo.engines.sglang.matrices import MatrixShards
 from mezzo.engines.sglang.module_names import sglang_path
-from mezzo.engines.sglang.shards import layer_shards
 from mezzo.engines.sglang.tensor_parts import TensorPart, assemble_tensors
 from mezzo.engines.torch.forward.population import Population
 from mezzo.engines.torch.weights.noise import NoiseSource
-from mezzo.errors import ModelError
+from mezzo.errors import RunFailed
 from mezzo.types import TrainedTensor, Update
 
 # Stand-ins for SGLang's layers, which are recognised by class name: sizes and a rank.
@@ -81,7 +81,7 @@ def test_shards_of_all_ranks_tile_each_matrix(ranks, kv_heads):
 
 
 def test_unknown_layer_is_refused():
-    with pytest.raises(ModelError, match="cannot map"):
+    with pytest.raises(RunFailed, match="cannot map"):
         list(layer_shards("m.o_proj", object()))
 
 

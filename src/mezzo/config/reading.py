@@ -51,8 +51,6 @@ def _check_combinations(config: RunConfig) -> None:
         raise ConfigError("a quantised base is small enough to stay on the device: give --quantize or --offload")
     if config.draws > 1 and not config.temperature:
         raise ConfigError("--draws are all the same at temperature 0: add --temperature 1")
-    if config.url and config.temperature:
-        raise ConfigError("servers generate greedily: leave --temperature out, or --url, which starts SGLang here")
     if config.ray_address and not config.workers:
         raise ConfigError("--ray-address says where workers run: add --workers N")
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from mezzo.engines.base import EngineSpec
-from mezzo.engines.lora_factors import module_of, peft_names, projection_of
-from mezzo.engines.sglang.module_names import FUSED, sglang_path
+from mezzo.engines.lora_factors import LoraFactors, module_of, peft_names, projection_of
+from mezzo.engines.sglang.module_names import ENCODER_PROJECTIONS, FUSED, sglang_path
 from mezzo.engines.sglang.support import PROJECTIONS, TRAINABLE_SPACES
 from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.errors import ModelError
 from mezzo.method.space import Space
-from mezzo.types import Probe, TrainedTensor
+from mezzo.types import Family, Probe, TrainedTensor
 
 # The two signs of a direction, each an adapter of one batch.
 PROBES_PER_FORWARD = 2
@@ -51,12 +51,14 @@ def adapter_shape(space: Space, trained: Sequence[TrainedTensor]) -> AdapterShap
     return _shape_on(space, {projection_of(sglang_path(module_of(t.name))) for t in trained})
 
 
-def likely_shape(space: Space) -> AdapterShape | None:
+def likely_shape(space: Space, family: Family) -> AdapterShape | None:
     """The same before the model's tensors are known, for advice."""
     if space.kind not in TRAINABLE_SPACES:
         return None
-    lora = space.targets or ("q_proj", "v_proj")
-    return _shape_on(space, set(lora if space.kind == "lora" else PROJECTIONS[:-1]))
+    matrices = PROJECTIONS[:-1] if family == "causal" else ("q_proj", "v_proj", "o_proj", "down_proj")
+    targets = (space.targets or ("q_proj", "v_proj")) if space.kind == "lora" else matrices
+    known = {path.rpartition(".")[2]: name for path, name in ENCODER_PROJECTIONS.items()}
+    return _shape_on(space, {known.get(name, name) for name in targets})
 
 
 def _shape_on(space: Space, targets: set[str]) -> AdapterShape:
@@ -74,7 +76,16 @@ def adapter_count(spec: EngineSpec) -> int:
 
 def adapter_tensors(module: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
     """The factors of one module, by their names in an adapter file."""
-    return dict(zip(peft_names(module), (a.clone(), b.clone()), strict=True))
+    return dict(zip(peft_names(sglang_path(module)), (a.clone(), b.clone()), strict=True))
+
+
+def lora_adapters(factors: LoraFactors, probes: Sequence[Probe]) -> list[dict[str, Tensor]]:
+    """The complete adapter of each probe."""
+    adapters: list[dict[str, Tensor]] = [{} for _ in probes]
+    for module, a, b in factors.at_probes(probes):
+        for member, adapter in enumerate(adapters):
+            adapter |= adapter_tensors(module, a[member], b[member])
+    return adapters
 
 
 # ---- space `matrices`: an adapter is the low-rank noise itself
@@ -91,3 +102,11 @@ def noise_factors(
             left, right = source.factors(seed, each.name, each.shape, each.rank)
             factor = torch.tensor(scale, dtype=torch.float32) * (1 / each.rank**0.5)
             yield module_of(each.name), right.T, left * factor
+
+
+def noise_adapters(source: NoiseSource, trained: Sequence[TrainedTensor], probe: Probe) -> dict[str, Tensor]:
+    """The complete adapter of a probe; empty for the base weights."""
+    adapter: dict[str, Tensor] = {}
+    for module, a, b in noise_factors(source, trained, probe):
+        adapter |= adapter_tensors(module, a, b)
+    return adapter

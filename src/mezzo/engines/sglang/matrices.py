@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from mezzo.engines.arrays import Array, to_numpy, to_tensor
-from mezzo.engines.sglang.shards import Shard
+from mezzo.engines.sglang.internals.shards import Shard
 from mezzo.engines.sglang.tensor_parts import TensorPart
 from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.engines.torch.weights.reference_ops import update_values
-from mezzo.errors import ModelError
+from mezzo.errors import RunFailed
 from mezzo.method import noise, rounding
 from mezzo.types import TrainedTensor, Update
 
@@ -25,7 +25,7 @@ class MatrixShards:
             shard = shards[each.name]
             shape = tuple(shard.weight.shape)
             if shape != (shard.rows[1] - shard.rows[0], shard.cols[1] - shard.cols[0]):
-                raise ModelError(f"SGLang stores {each.name} in another layout: {shape} on this rank")
+                raise RunFailed(f"SGLang stores {each.name} in another layout: {shape} on this rank")
 
     def apply(self, updates: Sequence[Update]) -> None:
         """Update with the rounding that every engine uses; U·Vᵀ has integer entries, exact in any order and on any shard."""

@@ -8,18 +8,38 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from mezzo.engines.arrays import Array, to_numpy
 from mezzo.engines.base import EngineSpec
-from mezzo.engines.hf_hub import load_config
+from mezzo.engines.hf_hub import load_config, load_tokenizer
 from mezzo.engines.sglang.support import TRAINABLE_SPACES, refuse_architecture, refuse_space, refuse_tensors
 from mezzo.engines.torch import catalog
 from mezzo.engines.torch.initial_values import initial_lora_factor, untrained_partners
 from mezzo.engines.torch.loading import load_model
 from mezzo.method.space import select
-from mezzo.types import TrainedTensor
+from mezzo.types import Readout, TrainedTensor
 
 SAMPLE_TOKENS = tuple(range(4, 12))
+
+
+@dataclass(frozen=True)
+class MaskDecoder:
+    """The last layer of a masked model: from the vector at the mask to the words."""
+
+    mask_token: int
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+    @torch.no_grad()
+    def scores(self, vectors: Sequence[Sequence[float]], readout: Readout) -> list[list[float]]:
+        """The scores of the label words of each row; with `vocabulary`, their log-probabilities."""
+        words, hidden = list(readout.words), torch.tensor(vectors)
+        if readout.vocabulary:
+            logits = F.linear(hidden, self.weight.float(), self.bias.float()).log_softmax(-1)[:, words]
+        else:
+            logits = F.linear(hidden, self.weight[words].float(), self.bias[words].float())
+        return [[float(score) for score in row] for row in logits]
 
 
 @dataclass(frozen=True)
@@ -34,9 +54,11 @@ class ModelFacts:
     initial_digest: str
     """Digest of the trained tensors before step 1; SGLang's copy of them must have it too."""
     sample_logprobs: tuple[float, ...] = ()
-    """Log-probabilities of SAMPLE_TOKENS after the prompt SAMPLE_TOKENS; a server of another model has others."""
+    """Log-probabilities of SAMPLE_TOKENS after the prompt SAMPLE_TOKENS, or at a mask there; another model has others."""
     matrices: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The trained matrices themselves, where servers train them in place."""
+    decoder: MaskDecoder | None = None
+    """The end of a masked model, where servers return what it reads."""
 
 
 def read_model_facts(spec: EngineSpec) -> ModelFacts:
@@ -51,7 +73,8 @@ def read_model_facts(spec: EngineSpec) -> ModelFacts:
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
     with computing_in_float32(model):
         tensors = catalog.catalogue(model)
-        sample_logprobs = _sample_logprobs(model) if spec.urls else ()
+        decoder = _mask_decoder(spec, model) if spec.urls and spec.family == "masked" else None
+        sample_logprobs = _sample_logprobs(model, sample_tokens(decoder)) if spec.urls else ()
     trained = select(space, tensors)
     if space.kind in TRAINABLE_SPACES:
         refuse_tensors(space, trained)
@@ -65,6 +88,7 @@ def read_model_facts(spec: EngineSpec) -> ModelFacts:
         initial_digest=catalog.digest_of(initial.items()),
         sample_logprobs=sample_logprobs,
         matrices=matrices if spec.urls and space.kind == "matrices" else {},
+        decoder=decoder,
     )
 
 
@@ -97,7 +121,23 @@ def read_matrices(spec: EngineSpec, names: Sequence[str]) -> dict[str, Array]:
     return {name: to_numpy(model.get_parameter(name)) for name in names}
 
 
+def mask_token_of(spec: EngineSpec) -> int:
+    return int(load_tokenizer(spec.model, spec.remote_code).mask_token_id)
+
+
+def _mask_decoder(spec: EngineSpec, model: Any) -> MaskDecoder:
+    layer = model.get_output_embeddings()
+    return MaskDecoder(mask_token_of(spec), layer.weight.data, layer.bias.data)
+
+
+def sample_tokens(decoder: MaskDecoder | None) -> tuple[int, ...]:
+    """The prompt whose end is compared; a masked model is read there at its mask."""
+    if decoder is None:
+        return SAMPLE_TOKENS
+    return (*(token for token in SAMPLE_TOKENS if token != decoder.mask_token), decoder.mask_token)
+
+
 @torch.no_grad()
-def _sample_logprobs(model: torch.nn.Module) -> tuple[float, ...]:
-    logits = model(input_ids=torch.tensor([SAMPLE_TOKENS])).logits[0, -1].float()
+def _sample_logprobs(model: torch.nn.Module, prompt: tuple[int, ...]) -> tuple[float, ...]:
+    logits = model(input_ids=torch.tensor([prompt])).logits[0, -1].float()
     return tuple(float(value) for value in logits.log_softmax(-1)[list(SAMPLE_TOKENS)])

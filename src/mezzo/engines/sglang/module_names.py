@@ -6,8 +6,10 @@ import re
 
 # SGLang's fused modules and the Hugging Face modules they hold, in the order of their rows.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-ENCODER_LAYER = re.compile(r"roberta\.encoder\.layer\.(\d+)\.(.+)")
-# Modules of a RoBERTa layer and their names in this package's own model (`models.roberta`).
+ENCODER_LAYER = re.compile(r"(?:bert|roberta)\.encoder\.layer\.(\d+)\.(.+)")
+# This package's own model for masked language models, and where SGLang finds it.
+ENCODER, MODEL_PACKAGE = "EncoderForMaskedLM", "mezzo.engines.sglang.models"
+# Modules of an encoder layer and their names in this package's own model (`models.encoder`).
 ENCODER_PROJECTIONS = {
     "attention.self.query": "q_proj",
     "attention.self.key": "k_proj",

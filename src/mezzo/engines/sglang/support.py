@@ -19,16 +19,22 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 # Causal architectures whose adapters SGLang serves as transformers computes them: a tiny one of each is tested.
 ARCHITECTURES = (
     *("llama", "mistral", "mixtral", "qwen2", "qwen3", "opt", "gemma", "gemma2", "gemma3_text"),
-    *("granite", "phi", "olmo2", "starcoder2", "stablelm"),
+    *("granite", "phi", "olmo2", "starcoder2", "stablelm", "cohere", "cohere2", "olmo", "glm4", "arcee"),
+    *("ministral3", "granitemoe", "olmoe", "qwen3_moe"),
 )
 
 
+# Masked ones that this package's own encoder computes (`models.encoder`).
+ENCODERS = ("roberta", "xlm-roberta", "camembert", "bert")
+
+
 def refuse_architecture(model_type: str, family: Family) -> None:
-    """Raise ModelError for a causal model that is not known to be served correctly."""
-    if family == "causal" and model_type not in ARCHITECTURES:
+    """Raise ModelError for a model that is not known to be served correctly."""
+    tested = ARCHITECTURES if family == "causal" else ENCODERS
+    if model_type not in tested:
         raise ModelError(
-            f"{model_type!r} models are not tested on SGLang with adapters: use --engine torch "
-            f"(tested: {', '.join(ARCHITECTURES)})"
+            f"{family} {model_type!r} models are not tested on SGLang with adapters: use --engine torch "
+            f"(tested: {', '.join(tested)})"
         )
 
 
@@ -36,6 +42,15 @@ def refuse_head(classes: int) -> None:
     """Raise ModelError for a classification head."""
     if classes:
         raise ModelError("SGLang serves no classification head; use --readout words or candidates, or --engine torch")
+
+
+def refuse_server_targets(space: Space, targets: Sequence[str]) -> None:
+    """Raise SpaceError for adapters that SGLang's command line has no word for, though its engine takes them."""
+    if "mid_proj" in targets:
+        option = "--targets query,value" if space.kind == "lora" else "--only *attention*"
+        raise SpaceError(
+            f"a server cannot be started with adapters on intermediate.dense; use {option}, or leave out --url"
+        )
 
 
 def refuse_space(space: Space) -> None:

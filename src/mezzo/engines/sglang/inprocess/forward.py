@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.engines.sglang.inprocess.internals import Internals, ServedProbe, build_batch
+from mezzo.engines.sglang.internals.scheduler import Internals, ServedProbe, build_batch
 from mezzo.engines.token_rows import TokenCounts, TokenRow, common_prefix, shared_prompts
 from mezzo.errors import RunFailed
 from mezzo.types import Readout
@@ -73,9 +73,9 @@ class Forward:
         """Next-token logits of a causal model; label-word scores of an encoder, which leave SGLang as embeddings."""
         if self.causal:
             return self.internals.generate(batch)
-        from mezzo.engines.sglang.models.roberta import MaskReadout
+        from mezzo.engines.sglang.models.encoder import MaskReadout
 
-        model = self.internals.runner.model
+        model = self.internals.model
         model.mask_readout = MaskReadout(positions, readout.words, readout.vocabulary)
         try:
             return self.internals.embed(batch)

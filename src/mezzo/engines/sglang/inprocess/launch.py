@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
+import asyncio
 import contextlib
 import json
-import logging
 import os
 import re
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -21,8 +21,9 @@ from mezzo.engines.base import EngineSpec
 from mezzo.engines.hf_hub import load_config, locate
 from mezzo.engines.lora_factors import module_of, peft_names
 from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD, AdapterShape, adapter_count
+from mezzo.engines.sglang.internals import processes as internals
 from mezzo.engines.sglang.model_facts import ModelFacts
-from mezzo.engines.sglang.module_names import sglang_path
+from mezzo.engines.sglang.module_names import ENCODER, MODEL_PACKAGE, sglang_path
 from mezzo.errors import ConfigError, ModelError, RunFailed
 
 # Settings that SGLang reads, and those of transformers that say the same: OPT has no grouped heads, Gemma another name.
@@ -31,34 +32,62 @@ STATED_AS = {"num_key_value_heads": "num_attention_heads", "hidden_act": "hidden
 CACHE_TOKENS = {"cpu": 65_536, "cuda": 1_048_576}
 # Texts that grow at the same time; the others wait.
 MOST_TEXTS = 1024
+# Options of `sglang.Engine`, as a JSON object, that are used instead of those below.
+USER_OPTIONS = "MEZZO_SGLANG_OPTIONS"
+WITHOUT_GRAPHS = {"disable_cuda_graph": True, "disable_overlap_schedule": True}
 
 
-def start(spec: EngineSpec, shape: AdapterShape | None) -> tuple[Any, list[Any]]:
-    """Start an `sglang.Engine`; return it and the processes it started."""
+def start(spec: EngineSpec, shape: AdapterShape | None, **changes: Any) -> tuple[Any, list[Any]]:
+    """Start an `sglang.Engine`, with these `changes` of its options; return it and the processes it started."""
     cpu = runs_on_cpu(spec.device)
+    arguments = engine_arguments(spec, shape, cpu) | changes | _user_options()
     with _set_environment(_environment_variables(spec, cpu)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        before = _children()
-        logging.getLogger("sglang.srt.entrypoints.engine").addFilter(_is_not_sigquit_report)
+        internals.silence_sigquit_report()
         try:
-            import sglang
+            return _start(arguments)
+        except (ModelError, WorkerDied) as error:
+            if arguments["disable_cuda_graph"]:
+                raise
+            print(f"trying again without CUDA graphs, which is slower: {error}", file=sys.stderr)
+            return _start(arguments | WITHOUT_GRAPHS)
 
-            engine = sglang.Engine(**engine_arguments(spec, shape, cpu))
-        except (ValueError, RuntimeError, AssertionError, OSError) as error:
-            first = (str(error).splitlines() or [repr(error)])[0]
-            raise ModelError(f"SGLang could not start: {first}") from None
+
+def _start(arguments: dict[str, Any]) -> tuple[Any, list[Any]]:
+    before = _children()
+    try:
+        import sglang
+
+        engine = sglang.Engine(**arguments)
+    except (ValueError, RuntimeError, AssertionError, OSError, TypeError, WorkerDied) as error:
+        _kill([child for child in _children() if child not in before])
+        internals.drop_messages()
+        if isinstance(error, WorkerDied):
+            raise
+        first = (str(error).splitlines() or [repr(error)])[0]
+        raise ModelError(f"SGLang could not start: {first}") from None
     return engine, [child for child in _children() if child not in before]
+
+
+def _user_options() -> dict[str, Any]:
+    """What the user's environment says of SGLang's own options."""
+    try:
+        options = json.loads(os.environ.get(USER_OPTIONS, "{}"))
+    except ValueError as error:
+        raise ConfigError(f"{USER_OPTIONS} is not JSON: {error}") from None
+    if not isinstance(options, dict):
+        raise ConfigError(f'{USER_OPTIONS} must be an object such as {{"disable_cuda_graph": true}}')
+    return options
 
 
 def stop(engine: Any, processes: Sequence[Any]) -> None:
     """Stop SGLang. Its own `shutdown` would kill all children of this process, not only SGLang's."""
-    atexit.unregister(engine.shutdown)
-    watchdog = getattr(engine.tokenizer_manager, "_subprocess_watchdog", None)
-    if watchdog is not None:
-        watchdog.stop()
-    if getattr(engine, "send_to_rpc", None) is not None:
-        engine.send_to_rpc.close(linger=0)
-        engine.send_to_rpc = None
+    internals.detach(engine)
+    _kill(processes)
+
+
+def _kill(processes: Sequence[Any]) -> None:
+    """Kill these processes and their children."""
     import psutil
 
     tree = list(processes)
@@ -83,13 +112,31 @@ def _children() -> list[Any]:
     return [child for child in psutil.Process().children() if child.pid != tracker]
 
 
+WORKER_DIED = "one of SGLang's processes died; its log above says why. A run that had begun can be resumed"
+
+
 class WorkerDied(RunFailed):
     """One of SGLang's processes is gone."""
 
 
 def raise_worker_died(signum: int, frame: Any) -> None:
     """SGLang's processes send SIGQUIT when they fail; SGLang's own handler would kill this process."""
-    raise WorkerDied("one of SGLang's processes died; its log above says why. A run that had begun can be resumed")
+    with contextlib.suppress(
+        RuntimeError
+    ):  # an event loop would log the error, and wait for an answer that never comes
+        asyncio.get_running_loop().stop()
+    raise WorkerDied(WORKER_DIED)
+
+
+@contextlib.contextmanager
+def noticing_death() -> Iterator[None]:
+    """Raise WorkerDied if the event loop of a request was stopped because of that."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "loop stopped" in str(error):
+            raise WorkerDied(WORKER_DIED) from None
+        raise
 
 
 def install_sigquit_handler() -> None:
@@ -99,7 +146,8 @@ def install_sigquit_handler() -> None:
 
 
 def engine_arguments(spec: EngineSpec, shape: AdapterShape | None, cpu: bool) -> dict[str, Any]:
-    """SGLang's own options. Nothing is decoded for scores, so CUDA graphs, grammars and overlap would only cost."""
+    """SGLang's own options. Nothing is decoded for scores, so that CUDA graphs, grammars and overlap would only cost."""
+    running = max(64, PROBES_PER_FORWARD * spec.rows * 2, min(spec.population * spec.rows, MOST_TEXTS))
     arguments: dict[str, Any] = {
         "model_path": locate(spec.model),
         "dtype": spec.dtype,
@@ -107,29 +155,33 @@ def engine_arguments(spec: EngineSpec, shape: AdapterShape | None, cpu: bool) ->
         "trust_remote_code": spec.remote_code,
         "skip_tokenizer_init": True,
         "skip_server_warmup": True,
-        "disable_cuda_graph": True,
-        "disable_overlap_schedule": True,
+        **WITHOUT_GRAPHS,
         "grammar_backend": "none",
         "sampling_backend": "pytorch",
         "enable_custom_logit_processor": True,  # draws are made by one
         "max_total_tokens": CACHE_TOKENS["cpu" if cpu else "cuda"],
-        "max_running_requests": max(
-            64, PROBES_PER_FORWARD * spec.rows * 2, min(spec.population * spec.rows, MOST_TEXTS)
-        ),
+        "max_running_requests": running,
         "chunked_prefill_size": -1,
         "page_size": 1,
         "log_level": "error",
         "custom_sigquit_handler": raise_worker_died,
     }
-    if missing := _missing_settings(load_config(spec.model, spec.remote_code)):
-        arguments["json_model_override_args"] = json.dumps(missing)
+    settings = _missing_settings(load_config(spec.model, spec.remote_code))
     if spec.family == "masked":  # an encoder attends in both directions, so nothing can be cached
         arguments |= {"is_embedding": True, "disable_radix_cache": True}
+        settings["architectures"] = [ENCODER]
+    if settings:
+        arguments["json_model_override_args"] = json.dumps(settings)
     if cpu:
         arguments |= {"device": "cpu", "attention_backend": "torch_native"}
         arguments |= {"mem_fraction_static": 0.5, "sleep_on_idle": True}
     else:
         arguments |= {"attention_backend": "triton", "base_gpu_id": int(spec.device.partition(":")[2] or 0)}
+    if spec.population and not cpu:
+        # Graphs of decoding read the adapter slots where they are, so that what is written there counts. Prompts, and the
+        # batches that mezzo builds, have no graph.
+        arguments |= {"disable_cuda_graph": False, "disable_overlap_schedule": False}
+        arguments |= {"cuda_graph_backend_prefill": "disabled", "cuda_graph_max_bs_decode": running}
     if shape is not None:
         arguments |= {
             "enable_lora": True,
@@ -180,7 +232,7 @@ def _environment_variables(spec: EngineSpec, cpu: bool) -> dict[str, str]:
     """What SGLang's processes read from the environment; the user's own settings take precedence."""
     variables = {"PYTHONWARNINGS": "ignore"}
     if spec.family == "masked":
-        variables["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "mezzo.engines.sglang.models"
+        variables["SGLANG_EXTERNAL_MODEL_PACKAGE"] = MODEL_PACKAGE
     if cpu:
         variables["SGLANG_USE_CPU_ENGINE"] = "1"
         # Pinned threads that spin while waiting would starve other threads of their core.
@@ -202,8 +254,3 @@ def _set_environment(variables: dict[str, str]) -> Iterator[None]:
     finally:
         for name in variables:
             os.environ.pop(name, None)
-
-
-def _is_not_sigquit_report(record: logging.LogRecord) -> bool:
-    """False for SGLang's report that `custom_sigquit_handler` is in use, which it logs as an error."""
-    return "SIGQUIT handler" not in record.getMessage()

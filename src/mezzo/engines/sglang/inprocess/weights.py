@@ -11,7 +11,7 @@ from mezzo.engines.arrays import to_numpy
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.lora_factors import LoraFactors, module_of
 from mezzo.engines.sglang.adapters import noise_factors
-from mezzo.engines.sglang.inprocess.adapter_slots import AdapterSlots
+from mezzo.engines.sglang.internals.adapter_slots import AdapterSlots
 from mezzo.engines.sglang.matrices import MatrixShards
 from mezzo.engines.sglang.model_facts import ModelFacts
 from mezzo.engines.sglang.tensor_parts import TensorPart

@@ -11,10 +11,9 @@ from mezzo.engines import token_rows as token_rows_module
 from mezzo.engines.arrays import Array
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.microbatch import empty_scores
-from mezzo.engines.sglang.inprocess.adapter_slots import AdapterSlots
 from mezzo.engines.sglang.inprocess.forward import Forward
-from mezzo.engines.sglang.inprocess.internals import Internals, ServedProbe
 from mezzo.engines.sglang.inprocess.weights import WEIGHTS, WorkerWeights
+from mezzo.engines.sglang.internals.scheduler import Internals, ServedProbe
 from mezzo.engines.sglang.model_facts import ModelFacts
 from mezzo.engines.sglang.tensor_parts import TensorPart
 from mezzo.engines.token_rows import TokenCounts, token_rows, write_scores
@@ -45,11 +44,10 @@ class Worker:
 
     def open(self, spec: EngineSpec, facts: ModelFacts, adapters: Sequence[str]) -> None:
         """Create the trained tensors. In a space that SGLang cannot train, there are none and the base model is scored."""
-        runner = self.internals.runner
         if spec.space.kind in WEIGHTS:
-            slots = AdapterSlots(runner.lora_manager, adapters)
+            slots = self.internals.adapter_slots(adapters)
             slots.refuse_padding(facts.trained)
-            self.weights = WEIGHTS[spec.space.kind](spec, facts, torch.device(runner.device), slots)
+            self.weights = WEIGHTS[spec.space.kind](spec, facts, self.internals.device, slots)
 
     def score(self, batch: Batch, probes: Sequence[Probe], rows: int, members: int) -> tuple[Scores, TokenCounts]:
         """scores[P, B, C] and the tokens they took; a forward has `rows` token rows at `members` probes."""
@@ -82,8 +80,7 @@ class Worker:
 
     def resident_adapters(self) -> list[str]:
         """Names of the adapters in SGLang's pool."""
-        manager = self.internals.runner.lora_manager
-        return [manager.lora_refs[uid].lora_name for uid in manager.memory_pool.uid_to_buffer_id if uid is not None]
+        return self._trained().slots.resident_names()
 
     def set_min_shared_tokens(self, count: int) -> None:
         """Compute the beginning that all prompts have in common only once from this many tokens on."""

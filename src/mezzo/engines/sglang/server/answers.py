@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mezzo.engines.sglang.module_names import ENCODER
+
 MAX_RANKS = 1024
 DISAGREE = "the ranks disagree"
 
@@ -23,6 +25,10 @@ class ServerInfo:
     lora_targets: tuple[str, ...]
     loras_per_batch: int | None
     loaders: tuple[str, ...]
+    logit_processors: bool
+    """Requests may bring logit processors."""
+    mask_token: int | None
+    """Where this package's own encoder is read, if it is served."""
     process: str
     """What differs between two starts of a server with the same options."""
 
@@ -43,6 +49,8 @@ class WeightStatus:
     """How long ago the owner was heard of."""
     makes_adapters: bool
     """It makes adapters from seeds."""
+    sampler: str
+    """What its logit processor for draws is called; empty: it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +75,16 @@ def parse_info(info: Any) -> ServerInfo:
         lora_targets=tuple(_text(name) for name in info.get("lora_target_modules") or ["all"]),
         loras_per_batch=_count(info["max_loras_per_batch"]) if info.get("max_loras_per_batch") else None,
         loaders=tuple(_text(name) for name in info.get("custom_weight_loader") or ()),
+        logit_processors=info.get("enable_custom_logit_processor") is True,
+        mask_token=_mask_token(info.get("json_model_override_args")),
         process=str((info.get("startup_time"), info.get("random_seed")))[:1000],
     )
+
+
+def _mask_token(settings: Any) -> int | None:
+    settings = json.loads(settings) if isinstance(settings, str) else settings or {}
+    is_encoder = settings.get("architectures") == [ENCODER]
+    return _place(settings["mask_token_id"]) if is_encoder and "mask_token_id" in settings else None
 
 
 def parse_loader_answer(answer: Any) -> list[Any]:
@@ -88,6 +104,7 @@ def parse_status(answer: Any) -> WeightStatus:
             moved=tuple(_text(name) for name in rank["moved"]),
             silent_seconds=float(rank["silent_seconds"]),
             makes_adapters=rank["makes_adapters"] is True,
+            sampler=_text(rank.get("sampler", "")),
         )
         for rank in parse_loader_answer(answer)
     ]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from mezzo.engines.arrays import Array, to_tensor
+from mezzo.engines.sglang.requests import SAMPLER
 from mezzo.engines.sglang.server.answers import DISAGREE, WeightStatus
 from mezzo.engines.sglang.server.client_names import PREFIX, is_gone
 from mezzo.engines.sglang.server.loader import Order, digest_part, group_by_size
@@ -24,7 +25,11 @@ ReadMatrices = Callable[[Sequence[str]], Mapping[str, Array]]
 def reset_to_base(replica: Replica, client: str, read_matrices: ReadMatrices) -> None:
     """Put the checkpoint's weights back into a server that a dead run has left behind; refuse one that a living run uses."""
     status, name = replica.weight_status(), replica.weight_version()
-    replica.makes_adapters = status is not None and status.makes_adapters and status.noise == noise.VERSION
+    same_noise = status is not None and status.noise == noise.VERSION
+    replica.makes_adapters = status is not None and status.makes_adapters and same_noise
+    replica.draws_texts = (
+        status is not None and status.sampler == SAMPLER and same_noise and replica.info.logit_processors
+    )
     if status is None or not (status.version or status.error):
         if name.startswith(PREFIX):
             raise ConfigError(

@@ -7,28 +7,40 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from mezzo.engines.arrays import Array
 from mezzo.engines.base import Continuations, EngineSpec
 from mezzo.engines.hf_hub import locate
 from mezzo.engines.microbatch import empty_scores
-from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD, likely_shape
+from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD, adapter_count, likely_shape
 from mezzo.engines.sglang.base import SGLangEngine
-from mezzo.engines.sglang.model_facts import SAMPLE_TOKENS, ModelFacts, read_matrices
-from mezzo.engines.sglang.requests import count_tokens, generation_body, parse_scores, prefix_bodies, scoring_body
+from mezzo.engines.sglang.model_facts import (
+    mask_token_of,
+    read_matrices,
+)
+from mezzo.engines.sglang.requests import (
+    count_tokens,
+    generation_body,
+    generation_rows,
+    group_texts,
+    prefix_bodies,
+)
 from mezzo.engines.sglang.server.answers import parse_tokens
 from mezzo.engines.sglang.server.base_weights import reset_to_base
 from mezzo.engines.sglang.server.client_names import is_leftover, name_adapter, name_client
 from mezzo.engines.sglang.server.loader import LOADER
 from mezzo.engines.sglang.server.pool import Pool
 from mezzo.engines.sglang.server.replica import Replica
+from mezzo.engines.sglang.server.scoring import refuse_other_model, sample_logprobs, score_rows, score_tolerance
 from mezzo.engines.sglang.server.weights import AdapterTensors, ClientWeights, FrozenModel, ServerMatrices, UploadedLora
-from mezzo.engines.sglang.support import refuse_head, refuse_space
+from mezzo.engines.sglang.support import refuse_head, refuse_server_targets, refuse_space
 from mezzo.engines.token_rows import TokenCounts, TokenRow, token_rows, write_scores
 from mezzo.errors import ConfigError, MezzoError, ModelError, RunFailed
 from mezzo.types import Batch, Generation, Probe, Prompt, Readout, Scores, Update
 
-# How far a server's log-probabilities may differ from the checkpoint's.
-LOGPROB_TOLERANCE, LOGPROB_TOLERANCE_16_BIT = 1e-3, 0.2
+# How far from the weights adapters are compared.
+SAMPLE_SCALE = 0.01
 # An adapter under its name; None: the servers' own weights.
 NamedAdapter = tuple[str, AdapterTensors] | None
 
@@ -37,8 +49,6 @@ class ServerEngine(SGLangEngine):
     """The client of servers that were started with LoRA and serve the run's model."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        if spec.family != "causal":
-            raise ModelError("over --url the sglang engine trains causal models; leave --url out for a masked one")
         if spec.tp != 1:
             raise ConfigError("--tp is the server's own option: give it to sglang.launch_server instead")
         in_place = spec.space.kind == "matrices"
@@ -48,21 +58,27 @@ class ServerEngine(SGLangEngine):
                 "--exclusive-server if it has none, or use --space lora, which changes nothing for others"
             )
         refuse_head(spec.classes)
-        path, loader = locate(spec.model), LOADER if in_place else ""
+        path, loader, adapters = locate(spec.model), LOADER if in_place else "", adapter_count(spec)
+        mask_token = mask_token_of(spec) if spec.family == "masked" else None
+        replica = partial(
+            Replica, model=path, dtype=spec.dtype, loader=loader, adapters=adapters, mask_token=mask_token
+        )
         for url in spec.urls:  # before the weights are read, which may take minutes
-            Replica(url, path, likely_shape(spec.space), spec.dtype, loader).read_info()
+            replica(url, shape=likely_shape(spec.space, spec.family)).read_info()
         super().__init__(spec)
+        if self.adapter_shape is not None:
+            refuse_server_targets(spec.space, self.adapter_shape.targets)
         self._name, self._number = name_client(), 0
         self.weights: ClientWeights = FrozenModel()
-        replicas = [Replica(url, path, self.adapter_shape, spec.dtype, loader) for url in spec.urls]
+        replicas = [replica(url, shape=self.adapter_shape) for url in spec.urls]
         self.pool = Pool(replicas, self._admit, spec.server_timeout)
         if in_place:
             self.weights = ServerMatrices(spec, self.facts, self._name, self.pool.on_all)
         elif spec.space.kind == "lora":
             self.weights = UploadedLora(spec, self.facts, self._name)
         try:
-            for replica in replicas:
-                self._admit(replica)
+            for each in replicas:
+                self._admit(each)
         except BaseException:
             self.close()
             raise
@@ -80,7 +96,7 @@ class ServerEngine(SGLangEngine):
         """scores[P, B, C]: the two signs as adapters of one request, a share of the examples to each server."""
         scores = empty_scores(batch, len(probes))
         for first in range(0, len(probes), PROBES_PER_FORWARD):
-            pair, rows = probes[first : first + PROBES_PER_FORWARD], token_rows(batch)
+            pair, rows = probes[first : first + PROBES_PER_FORWARD], token_rows(batch, self.facts.decoder is None)
             while rows:
                 servers = self.pool.servers()
                 work = [(s, share) for i, s in enumerate(servers) if (share := rows[i :: len(servers)])]
@@ -107,8 +123,10 @@ class ServerEngine(SGLangEngine):
         self.weights.apply(updates)
 
     def generate(self, batch: Batch, probes: Sequence[Probe], generation: Generation) -> Continuations:
-        """Greedy continuations: as many adapters in a request as a batch may have, a share of the prompts to each server."""
-        texts: Continuations = [[[()] for _ in batch.prompts] for _ in probes]
+        """Continuations: as many adapters in a request as a batch may have, a share of the prompts to each server."""
+        if self.facts.decoder is not None:
+            raise ModelError("a masked language model does not generate text")
+        texts: Continuations = [[[] for _ in batch.prompts] for _ in probes]
         members = max(PROBES_PER_FORWARD, min(server.info.loras_per_batch or 0 for server in self.pool.servers()) - 1)
         for first in range(0, len(probes), members):
             group, places = probes[first : first + members], list(range(len(batch)))
@@ -118,7 +136,7 @@ class ServerEngine(SGLangEngine):
                 prompts = [[batch.prompts[index] for index in share] for _, share in work]
                 found = self.pool.run(
                     [
-                        (s, partial(self._generate_share, s, asked, self._adapters(group, s), generation))
+                        (s, partial(self._generate_share, s, asked, group, self._adapters(group, s), generation))
                         for (s, _), asked in zip(work, prompts, strict=True)
                     ]
                 )
@@ -127,9 +145,9 @@ class ServerEngine(SGLangEngine):
                     if result is None:
                         places += share
                         continue
-                    for index, tokens in enumerate(result):
-                        member, number = divmod(index, len(share))
-                        texts[first + member][share[number]] = [tokens]
+                    for member, written in enumerate(result):
+                        for place, drawn in zip(share, written, strict=True):
+                            texts[first + member][place] = drawn
         return texts
 
     def state(self) -> dict[str, Array]:
@@ -159,9 +177,34 @@ class ServerEngine(SGLangEngine):
         replica.connect()
         _remove_leftovers(replica)
         reset_to_base(replica, self._name, partial(read_matrices, self.spec))
-        _refuse_other_model(replica, self.facts)
+        if self.spec.draws_texts and not replica.draws_texts:  # its scheduler would fail, and end
+            raise ConfigError(
+                f"the server at {replica.url} cannot draw texts: leave --temperature out, or install mezzo beside it and "
+                "start it with --enable-custom-logit-processor, by which its clients may run code there"
+            )
+        refuse_other_model(replica, self.facts)
         self.weights.attach(replica)
+        if self.adapter_shape is not None and replica.makes_adapters:
+            self._check_recipes(replica)
         replica.start_run()
+
+    def _check_recipes(self, replica: Replica) -> None:
+        """Do without recipes on a server that does not make the adapters of them that would be uploaded."""
+        found = []
+        try:
+            for replica.makes_adapters in (False, True):
+                adapters = self._adapters([Probe(((0, SAMPLE_SCALE),))], replica)
+                with self._uploaded_adapters(replica, adapters) as (name,):
+                    found.append(np.array(sample_logprobs(replica, name, self.facts.decoder)))
+            difference = np.abs(found[1] - found[0]).max()
+            problem = "" if difference <= score_tolerance(replica) else f"scores differ by {difference:.2g}"
+        except MezzoError as error:
+            problem = str(error)
+        if problem:
+            replica.makes_adapters = False
+            self.report(
+                f"{replica.url} does not make adapters from seeds ({problem}): they are uploaded, which is slower"
+            )
 
     # ---- adapters
 
@@ -193,26 +236,23 @@ class ServerEngine(SGLangEngine):
         self, replica: Replica, rows: Sequence[TokenRow], adapters: Sequence[NamedAdapter], readout: Readout
     ) -> tuple[list[Any], TokenCounts]:
         with self._uploaded_adapters(replica, adapters) as names:
-            return _score_rows(replica, rows, names, readout)
+            return score_rows(replica, rows, names, readout, self.facts.decoder)
 
     def _generate_share(
-        self, replica: Replica, prompts: Sequence[Prompt], adapters: Sequence[NamedAdapter], generation: Generation
-    ) -> list[tuple[int, ...]]:
-        """Of all prompts under the first adapter, then under the next."""
+        self,
+        replica: Replica,
+        prompts: Sequence[Prompt],
+        probes: Sequence[Probe],
+        adapters: Sequence[NamedAdapter],
+        generation: Generation,
+    ) -> Continuations:
+        most, draws = generation.max_new_tokens, generation.draws
         with self._uploaded_adapters(replica, adapters) as names:
-            body, most = generation_body(prompts, generation, names), generation.max_new_tokens
-            return replica.generate(body, lambda rows: [parse_tokens(row, most) for row in rows])
-
-
-def _score_rows(
-    replica: Replica, rows: Sequence[TokenRow], adapters: Sequence[str | None], readout: Readout
-) -> tuple[list[Any], TokenCounts]:
-    """The values of all rows under the first adapter, then under the second."""
-    counts = [replica.generate(body, count_tokens) for body in prefix_bodies(rows, adapters)]
-    every = [row for _ in adapters for row in rows]
-    body = scoring_body(every, [adapter for adapter in adapters for _ in rows], readout)
-    scores, count = replica.generate(body, lambda found: (parse_scores(every, found, readout), count_tokens(found)))
-    return scores, sum(counts, count)
+            for shared in prefix_bodies(generation_rows(prompts, draws), names):
+                replica.generate(shared, count_tokens)
+            body = generation_body(prompts, probes, generation, names)
+            texts = replica.generate(body, lambda rows: [parse_tokens(row, most) for row in rows])
+            return group_texts(texts, len(prompts), draws)
 
 
 def _remove_leftovers(replica: Replica) -> None:
@@ -221,16 +261,3 @@ def _remove_leftovers(replica: Replica) -> None:
         for name in replica.adapter_names():
             if is_leftover(name):
                 replica.unload_adapter(name)
-
-
-def _refuse_other_model(replica: Replica, facts: ModelFacts) -> None:
-    """Raise ModelError if the server holds other weights than the checkpoint."""
-    rows, readout = [TokenRow(SAMPLE_TOKENS, example=0)], Readout("words", words=SAMPLE_TOKENS)
-    body = scoring_body(rows, [None], readout)
-    (logprobs,) = replica.generate(body, lambda found: parse_scores(rows, found, readout))
-    tolerance = LOGPROB_TOLERANCE if replica.info.dtype == "float32" else LOGPROB_TOLERANCE_16_BIT
-    if not all(abs(a - b) <= tolerance for a, b in zip(logprobs, facts.sample_logprobs, strict=True)):
-        raise ModelError(
-            f"the server at {replica.url} serves another model than the run's ({replica.info.model_path}); start it "
-            f"with: {replica.command}"
-        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from mezzo.engines.arrays import Array, to_tensor
-from mezzo.engines.sglang.inprocess.plugin import RECIPE_METHOD
+from mezzo.engines.sglang.internals import hooks
+from mezzo.engines.sglang.internals.shards import Shard, model_shards
 from mezzo.engines.sglang.matrices import MatrixShards
-from mezzo.engines.sglang.shards import Shard, layer_shards
+from mezzo.engines.sglang.module_names import sglang_path
+from mezzo.engines.sglang.requests import SAMPLER
 from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.method import noise
 from mezzo.types import TrainedTensor, Update
@@ -124,10 +126,11 @@ def _carry_out(model: torch.nn.Module, ledger: Ledger, tensors: dict[str, Tensor
         raise ValueError(f"the run uses noise {order.noise!r}, the server's mezzo {noise.VERSION!r}")
     if order.expected not in (None, ledger.version):
         raise ValueError(f"the weights are {ledger.version or 'the checkpoint'!r}, not {order.expected!r}")
-    shards = _model_shards(model)
     trained = [TrainedTensor(name, tuple(shape), "matrix", rank, decay) for name, shape, rank, decay in order.tensors]
     updates = [Update(tuple((seed, coef) for seed, coef in terms), keep) for terms, keep in order.updates]
-    if missing := sorted({*tensors, *(t.name for t in trained)} - set(shards)):
+    names = {*tensors, *(t.name for t in trained)}
+    shards = _model_shards(model, names)
+    if missing := sorted(names - set(shards)):
         raise ValueError(f"the server has no adapters on {missing[0]}")
     ledger.version = f"{order.version} (incomplete)"  # what the weights are if the next lines fail
     ledger.moved = tuple(
@@ -145,40 +148,28 @@ def _carry_out(model: torch.nn.Module, ledger: Ledger, tensors: dict[str, Tensor
 
 def answer(model: torch.nn.Module, question: str) -> list[float]:
     """Answer a client's question: JSON, one value for each rank, as the numbers that SGLang's `/get_weights_by_name` returns."""
-    from sglang.srt.distributed.parallel_state import get_tp_group
-
     try:
         value = _answer(model, *question.split(" "))
     except Exception as error:  # the other ranks wait for this one
         value = {"error": f"{type(error).__name__}: {error}"}
-    return [float(byte) for byte in json.dumps(get_tp_group().all_gather_object(value)).encode()]
+    return [float(byte) for byte in json.dumps(hooks.gather(value)).encode()]
 
 
 def _answer(model: torch.nn.Module, question: str, client: str = "") -> Any:
     ledger = ledger_of(model)
     if question == DIGESTS:
-        shards = {name: shard for name, shard in _model_shards(model).items() if name in ledger.moved}
         return [
             [name, shard.rows, shard.cols, str(shard.weight.dtype).removeprefix("torch."), digest_part(shard.weight)]
-            for name, shard in shards.items()
+            for name, shard in _model_shards(model, ledger.moved).items()
         ]
     if client and client == ledger.owner:
         ledger.last_contact = time.monotonic()
     facts = {"noise": noise.VERSION, "silent_seconds": time.monotonic() - ledger.last_contact}
-    return asdict(ledger) | facts | {"makes_adapters": _makes_adapters()}
+    return asdict(ledger) | facts | {"makes_adapters": hooks.converts_adapters(), "sampler": SAMPLER}
 
 
-def _makes_adapters() -> bool:
-    """Whether recipes are understood: the plugin has found where SGLang reads an adapter."""
-    from sglang.srt.lora.lora_manager import LoRAManager
-
-    return hasattr(LoRAManager, RECIPE_METHOD)
-
-
-def _model_shards(model: torch.nn.Module) -> dict[str, Shard]:
-    """The shards in all layers that SGLang has given adapters, by Hugging Face tensor name."""
-    shards: dict[str, Shard] = {}
-    for path, module in model.named_modules():
-        if (layer := getattr(module, "base_layer", None)) is not None:
-            shards |= {f"{shard.module}.weight": shard for shard in layer_shards(path, layer)}
-    return shards
+def _model_shards(model: torch.nn.Module, names: Collection[str]) -> dict[str, Shard]:
+    """Those of the matrices that lie in layers that SGLang has given adapters, by Hugging Face tensor name."""
+    shards = model_shards(model)
+    paths = {name: sglang_path(name.removesuffix(".weight")) for name in names}
+    return {name: shards[path] for name, path in paths.items() if path in shards}

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from mezzo.engines.sglang.adapters import AdapterShape
+from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD, AdapterShape
 from mezzo.engines.sglang.requests import Answers
 from mezzo.engines.sglang.server import answers
+from mezzo.engines.sglang.server.command import launch_command
 from mezzo.engines.sglang.server.connection import API_KEY, BadAnswer, read_answer, send
 from mezzo.engines.sglang.server.loader import DIGESTS, LOADER, STATUS, Order, encode_order
 from mezzo.engines.sglang.versions import refuse_version
@@ -40,12 +41,21 @@ class Replica:
     """The client of one URL. Before the run starts, failures are ConfigErrors; later they are RunFailed."""
 
     def __init__(
-        self, url: str, model: str, shape: AdapterShape | None, dtype: str = "float32", loader: str = ""
+        self,
+        url: str,
+        model: str,
+        shape: AdapterShape | None,
+        dtype: str = "float32",
+        loader: str = "",
+        adapters: int = PROBES_PER_FORWARD,
+        mask_token: int | None = None,
     ) -> None:
         self.url = url.rstrip("/")
-        self.command = _launch_command(url, model, shape, dtype, loader)
+        self.command = launch_command(url, model, shape, dtype, loader, adapters, mask_token)
         """How to start a server that fits the run."""
         self._needs = (shape, dtype, loader)
+        self.mask_token = mask_token
+        """Where a masked model is read; None for a causal one."""
         self.run_started = False
 
     def connect(self) -> None:
@@ -56,8 +66,13 @@ class Replica:
         """SGLang's `weight_version` during this run: it changes when the server is restarted or its weights are changed."""
         self.loader_version: str | None = ""
         """The name that mezzo's loader has for the weights; None if its ranks disagree."""
-        self.makes_adapters = False
+        self.makes_adapters = self.draws_texts = False
         self.info = self.read_info()
+        if self.info.mask_token != self.mask_token:
+            kind = "causal" if self.mask_token is None else "masked"
+            raise ConfigError(
+                f"the server at {self.url} does not serve a {kind} model as mezzo reads one. Restart it: {self.command}"
+            )
         if shape is not None and (problem := next(self._option_problems(shape, dtype, loader), "")):
             raise ConfigError(f"the server at {self.url} {problem}. Restart it with {self.command}")
 
@@ -71,7 +86,11 @@ class Replica:
         if self.read_info().process != self.info.process:
             raise ServerLost(f"the server at {self.url} was restarted")
 
-    def generate(self, body: Mapping[str, Any], parse: Callable[[Answers], T]) -> T:
+    def encode(self, body: Mapping[str, Any], parse: Callable[[Answers], T]) -> T:
+        """What `parse` reads from the embeddings, one for each row of the request."""
+        return self.generate(body, parse, "/encode")
+
+    def generate(self, body: Mapping[str, Any], parse: Callable[[Answers], T], path: str = "/generate") -> T:
         """What `parse` reads from the answers, one for each row of the request."""
 
         def checked(answer: Any) -> T:
@@ -80,7 +99,7 @@ class Replica:
                 self._check_version(answers.parse_weight_version(row["meta_info"]))
             return parse(rows)
 
-        return self._request("/generate", body, checked)
+        return self._request(path, body, checked)
 
     # ---- adapters
 
@@ -267,15 +286,3 @@ class Replica:
         if body is None:
             return send(self.url + path, None, 30)
         return send(self.url + path, body, TIMEOUT, self.is_there)
-
-
-def _launch_command(url: str, model: str, shape: AdapterShape | None, dtype: str, loader: str) -> str:
-    port = url.rsplit(":", 1)[-1].strip("/")
-    port = port if port.isdigit() else "30000"
-    command = f"python -m sglang.launch_server --model-path {model} --port {port} --dtype {dtype}"
-    if shape is not None:
-        targets = " ".join(shape.targets)
-        command += (
-            f" --enable-lora --max-lora-rank {shape.rank} --lora-target-modules {targets} --max-loras-per-batch 4"
-        )
-    return command + (f" --custom-weight-loader {loader}" if loader else "")

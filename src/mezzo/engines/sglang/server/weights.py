@@ -13,7 +13,7 @@ from torch import Tensor
 from mezzo.engines.arrays import Array, to_numpy
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.lora_factors import LoraFactors, load_values
-from mezzo.engines.sglang.adapters import adapter_tensors, noise_factors
+from mezzo.engines.sglang.adapters import lora_adapters, noise_adapters
 from mezzo.engines.sglang.model_facts import ModelFacts, read_matrices
 from mezzo.engines.sglang.server.base_weights import (
     HEARTBEAT_SECONDS,
@@ -60,12 +60,10 @@ class UploadedLora(LoraFactors):
         super().__init__(spec, facts.trained, facts.frozen, torch.device("cpu"))
         self.spec, self.facts, self.client = spec, facts, client
         self._unsent: dict[Replica, list[Update] | None] = {}
-        """What each server that makes adapters has not been sent: updates, or (None) the factors themselves."""
+        """What each server has not been sent, if it makes adapters: updates, or (None) the factors themselves."""
 
     def attach(self, replica: Replica) -> None:
-        self._unsent.pop(replica, None)
-        if replica.makes_adapters:
-            self._unsent[replica] = None
+        self._unsent[replica] = None
 
     def apply(self, updates: Sequence[Update]) -> None:
         super().apply(updates)
@@ -79,13 +77,9 @@ class UploadedLora(LoraFactors):
 
     def adapters(self, probes: Sequence[Probe], replica: Replica) -> list[AdapterTensors | None]:
         """The adapter of each probe, for this server: complete, or as a recipe."""
-        if replica in self._unsent:
+        if replica.makes_adapters:
             return self._recipes(probes, replica)
-        adapters: list[AdapterTensors] = [{} for _ in probes]
-        for module, a, b in self.at_probes(probes):
-            for member, adapter in enumerate(adapters):
-                adapter |= adapter_tensors(module, a[member], b[member])
-        return list(adapters)
+        return list(lora_adapters(self, probes))
 
     def _recipes(self, probes: Sequence[Probe], replica: Replica) -> list[AdapterTensors | None]:
         unsent, self._unsent[replica] = self._unsent[replica], []
@@ -162,10 +156,7 @@ class ServerMatrices:
                 recipe = Recipe(client=self.client, noise_kind=kind, trained=self.trained, probe=probe)
                 adapters.append(encode_recipe(recipe))
                 continue
-            adapter: AdapterTensors = {}
-            for module, a, b in noise_factors(self.source, self.trained, probe):
-                adapter |= adapter_tensors(module, a, b)
-            adapters.append(adapter or None)
+            adapters.append(noise_adapters(self.source, self.trained, probe) or None)
         return adapters
 
     def apply(self, updates: Sequence[Update]) -> None:

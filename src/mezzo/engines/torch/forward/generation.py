@@ -80,7 +80,7 @@ class Sampler(LogitsProcessor):  # type: ignore[misc]
         return leave_one(scores, numbers, self.generation.temperature, self.generation.top_p)
 
 
-def leave_one(scores: Tensor, numbers: Tensor, temperature: float, top_p: float) -> Tensor:
+def leave_one(scores: Tensor, numbers: Tensor, temperature: float | Tensor, top_p: float | Tensor) -> Tensor:
     """Scores of next tokens in which one of each row is possible: the one that its number draws."""
     probabilities = (scores.float() / temperature).softmax(-1)
     likely, order = probabilities.sort(dim=-1, descending=True, stable=True)

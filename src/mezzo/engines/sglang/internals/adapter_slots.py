@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mezzo.engines.lora_factors import module_of, projection_of
+from mezzo.engines.sglang.internals.shards import Shard, layer_shards
 from mezzo.engines.sglang.module_names import sglang_path
-from mezzo.engines.sglang.shards import Shard, layer_shards
 from mezzo.errors import ModelError
 from mezzo.types import TrainedTensor
 
@@ -46,7 +46,9 @@ class AdapterSlots:
     def buffer(self, module: str) -> AdapterBuffer:
         path = sglang_path(module)
         if path not in self.buffers:
-            raise ModelError(f"SGLang's model has no projection {path}; it has {', '.join(list(self.buffers)[:3])} …")
+            raise ModelError(
+                f"SGLang gives {path} no adapter; leave it out with --targets or --only, or use --engine torch"
+            )
         return self.buffers[path]
 
     def refuse_padding(self, trained: Sequence[TrainedTensor]) -> None:
@@ -60,6 +62,11 @@ class AdapterSlots:
                     f"SGLang pads {shard.module} to a size that its adapters do not fit; leave it out with --targets or "
                     "--only, choose another --tp, or use --engine torch"
                 )
+
+    def resident_names(self) -> list[str]:
+        """Names of the adapters in SGLang's pool, mezzo's or not."""
+        resident = self.manager.memory_pool.uid_to_buffer_id
+        return [self.manager.lora_refs[uid].lora_name for uid in resident if uid is not None]
 
     def make_resident(self) -> list[int]:
         """Load the adapters into the pool unless they are there; return their slots."""

@@ -1,9 +1,8 @@
-"""Every reach into SGLang's scheduler beyond its public interface: pools, requests, batches and forwards.
+"""SGLang's scheduler: its pools, requests, batches and forwards.
 
-They depend on SGLang's version and are checked at start (`InProcessEngine`). SGLang's own way from prompts to a batch makes an
-object for each request, matches it against the prefix tree, gives it a row of the request table and frees its memory afterwards:
-about 0.13 ms per request, more than the forward of a short prompt. The rows of a probe begin with the same cached tokens, if any,
-and end together, so one request object stands for all of them.
+SGLang's own way from prompts to a batch makes an object for each request, matches it against the prefix tree, gives it a row of
+the request table and frees its memory afterwards: about 0.13 ms per request, more than the forward of a short prompt. The rows of
+a probe begin with the same cached tokens, if any, and end together, so one request object stands for all of them.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from mezzo.engines.sglang.internals.adapter_slots import AdapterSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Internals:
 
         self.scheduler = scheduler
         self.runner = scheduler.tp_worker.model_runner
+        self.model, self.device = self.runner.model, torch.device(self.runner.device)
         self.rank = int(scheduler.tp_group.rank_in_group)
         self.causal = bool(scheduler.is_generation)
         self._requests = 0
@@ -59,6 +61,9 @@ class Internals:
 
     def free_tokens(self) -> int:
         return int(self.scheduler.token_to_kv_pool_allocator.available_size())
+
+    def adapter_slots(self, names: Sequence[str]) -> AdapterSlots:
+        return AdapterSlots(self.runner.lora_manager, names)
 
     # ---- forwards
 

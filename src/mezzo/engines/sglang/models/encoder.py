@@ -1,13 +1,15 @@
-"""`RobertaForMaskedLM` for SGLang: an encoder with its masked-LM head, read at one position per sequence.
+"""BERT, RoBERTa and their kin for SGLang: an encoder with its masked-LM head, read at one position per sequence.
 
 It is built from SGLang's own linear and attention layers, under the names that its LoRA manager knows (`layers.N.qkv_proj`,
 `o_proj`, `down_proj`), so that adapters, several in one batch, and tensor parallelism work as on any other model. SGLang has no
-masked-LM readout: the label-word scores leave the model as its "embedding". The engine sets what to read before a forward.
+masked-LM readout: what is read leaves the model as its "embedding". In process that are label-word scores, and the engine says
+where to read before a forward. On a server it is the vector at the mask that the decoder multiplies with its words: no request
+says what to read there, and its numbers are few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +21,9 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import Tensor, nn
 
+from mezzo.engines.architectures import positions_follow_padding
 from mezzo.engines.lora_factors import projection_of
-from mezzo.engines.sglang.module_names import FUSED, sglang_path
+from mezzo.engines.sglang.module_names import ENCODER_LAYER, FUSED, sglang_path
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class MaskReadout:
     vocabulary: bool
 
 
-class RobertaLayer(nn.Module):
+class EncoderLayer(nn.Module):
     """One post-norm transformer layer."""
 
     def __init__(self, config: Any, index: int, quant: Any = None) -> None:
@@ -60,25 +63,28 @@ class RobertaLayer(nn.Module):
         return self.output_norm(self.down_proj(F.gelu(self.mid_proj(hidden)[0]))[0] + hidden)
 
 
-class RobertaForMaskedLM(nn.Module):
+class EncoderForMaskedLM(nn.Module):
     """The model. Embeddings and head are small and replicated on every rank."""
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__()
         if config.hidden_act != "gelu":
-            raise ValueError(f"this RoBERTa computes gelu, not {config.hidden_act!r}")
+            raise ValueError(f"this encoder computes gelu, not {config.hidden_act!r}")
         self.config = config
+        # Sequences here are complete and unpadded.
+        self.first_position = config.pad_token_id + 1 if positions_follow_padding(config) else 0
         size = config.hidden_size
         self.word_embeddings = nn.Embedding(config.vocab_size, size)
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, size)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, size)
         self.embedding_norm = nn.LayerNorm(size, eps=config.layer_norm_eps)
-        self.layers = nn.ModuleList(RobertaLayer(config, i, quant_config) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(EncoderLayer(config, i, quant_config) for i in range(config.num_hidden_layers))
         self.head_dense = nn.Linear(size, size)
         self.head_norm = nn.LayerNorm(size, eps=config.layer_norm_eps)
         self.head_bias = nn.Parameter(torch.zeros(config.vocab_size))
         self.decoder = None if config.tie_word_embeddings else nn.Embedding(config.vocab_size, size)
         self.mask_readout: MaskReadout | None = None
+        self.mask_token = int(getattr(config, "mask_token_id", -1))
 
     @torch.no_grad()
     def forward(
@@ -90,22 +96,27 @@ class RobertaForMaskedLM(nn.Module):
         get_embedding: bool = False,
     ) -> EmbeddingPoolerOutput:
         hidden = self.word_embeddings(input_ids) + self.token_type_embeddings.weight[0]
-        # RoBERTa's positions begin after the id of its padding token. Sequences here are complete and unpadded.
-        hidden = hidden + self.position_embeddings(positions + self.config.pad_token_id + 1)
+        hidden = hidden + self.position_embeddings(positions + self.first_position)
         hidden = self.embedding_norm(hidden)
         for layer in self.layers:
             hidden = layer(hidden, forward_batch)
-        ends = torch.cumsum(forward_batch.extend_seq_lens, 0)
-        return EmbeddingPoolerOutput(embeddings=self._scores(hidden, ends - forward_batch.extend_seq_lens))
+        lengths = forward_batch.extend_seq_lens
+        starts = torch.cumsum(lengths, 0) - lengths
+        if self.mask_readout is None:
+            sequences = torch.split(input_ids, lengths.tolist())  # type: ignore[no-untyped-call, unused-ignore]
+            masks = [int(torch.eq(ids, self.mask_token).int().argmax()) for ids in sequences]
+            return EmbeddingPoolerOutput(embeddings=self._read(hidden, starts, masks).float())
+        read = self._read(hidden, starts, self.mask_readout.positions)
+        return EmbeddingPoolerOutput(embeddings=self._scores(read, self.mask_readout))
 
-    def _scores(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        readout, device = self.mask_readout, hidden.device
-        if readout is None:
-            raise ValueError("this model works with mezzo's engine only, which sets the positions and words to read")
-        hidden = hidden[starts + torch.tensor(readout.positions, device=device)]
-        hidden = self.head_norm(F.gelu(self.head_dense(hidden)))
+    def _read(self, hidden: Tensor, starts: Tensor, positions: Sequence[int]) -> Tensor:
+        """The decoder's input at one position of each sequence."""
+        hidden = hidden[starts + torch.tensor(positions, device=hidden.device)]
+        return self.head_norm(F.gelu(self.head_dense(hidden)))
+
+    def _scores(self, hidden: Tensor, readout: MaskReadout) -> Tensor:
         weight = (self.decoder or self.word_embeddings).weight
-        words = torch.tensor(readout.words, device=device)
+        words = torch.tensor(readout.words, device=hidden.device)
         if not readout.vocabulary:
             return F.linear(hidden, weight[words], self.head_bias[words]).float()
         return F.linear(hidden, weight, self.head_bias).float().log_softmax(-1)[:, words]
@@ -133,28 +144,34 @@ class RobertaForMaskedLM(nn.Module):
             raise ValueError(f"the checkpoint lacks {', '.join(sorted(missing)[:3])}")
 
 
+# Modules of a checkpoint, without the name of the encoder, and their names here.
 EMBEDDINGS_AND_HEAD = {
-    "roberta.embeddings.word_embeddings": "word_embeddings",
-    "roberta.embeddings.position_embeddings": "position_embeddings",
-    "roberta.embeddings.token_type_embeddings": "token_type_embeddings",
-    "roberta.embeddings.LayerNorm": "embedding_norm",
+    "embeddings.word_embeddings": "word_embeddings",
+    "embeddings.position_embeddings": "position_embeddings",
+    "embeddings.token_type_embeddings": "token_type_embeddings",
+    "embeddings.LayerNorm": "embedding_norm",
     "lm_head.dense": "head_dense",
     "lm_head.layer_norm": "head_norm",
     "lm_head.decoder": "decoder",
+    "cls.predictions.transform.dense": "head_dense",
+    "cls.predictions.transform.LayerNorm": "head_norm",
+    "cls.predictions.decoder": "decoder",
 }
 NORMS = {"attention.output.LayerNorm": "attention_norm", "output.LayerNorm": "output_norm"}
+# Norms of early checkpoints of BERT.
+EARLY_NAMES = {"gamma": "weight", "beta": "bias"}
 
 
 def _parameter_of(name: str) -> tuple[str, str]:
     """The parameter that a tensor of a checkpoint belongs to and, for a fused one, which part of it."""
-    if name == "lm_head.bias":
+    if name in ("lm_head.bias", "cls.predictions.bias"):
         return "head_bias", ""
     module, _, kind = name.rpartition(".")
-    if module in EMBEDDINGS_AND_HEAD:
-        return f"{EMBEDDINGS_AND_HEAD[module]}.{kind}", ""
-    layer, _, rest = module.removeprefix("roberta.encoder.layer.").partition(".")
-    if rest in NORMS:
-        return f"layers.{layer}.{NORMS[rest]}.{kind}", ""
+    kind = EARLY_NAMES.get(kind, kind)
+    if (known := module.removeprefix("roberta.").removeprefix("bert.")) in EMBEDDINGS_AND_HEAD:
+        return f"{EMBEDDINGS_AND_HEAD[known]}.{kind}", ""
+    if (layer := ENCODER_LAYER.fullmatch(module)) and layer[2] in NORMS:
+        return f"layers.{layer[1]}.{NORMS[layer[2]]}.{kind}", ""
     path = sglang_path(module)
     projection = projection_of(path)
     if projection in FUSED["qkv_proj"]:
@@ -162,4 +179,4 @@ def _parameter_of(name: str) -> tuple[str, str]:
     return f"{path}.{kind}", ""
 
 
-EntryClass = RobertaForMaskedLM
+EntryClass = EncoderForMaskedLM

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from mezzo.engines.lora_factors import projection_of
 from mezzo.engines.sglang.module_names import FUSED
-from mezzo.errors import ModelError
+from mezzo.errors import RunFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,25 @@ def layer_shards(path: str, layer: Any) -> Iterator[Shard]:
     """The shards in one of SGLang's linear layers (fused or not) at a module path."""
     kind = next((c.__name__ for c in type(layer).__mro__ if c.__name__ in _LAYOUTS), None)
     if kind is None:
-        raise ModelError(f"{path} is a {type(layer).__name__}, which this engine cannot map to Hugging Face weights")
+        raise RunFailed(f"{path} is a {type(layer).__name__}, which this engine cannot map to Hugging Face weights")
     blocks, cols = _LAYOUTS[kind](layer)
     projection = projection_of(path)
     names = FUSED.get(projection, (projection,))
     if len(names) != len(blocks):
-        raise ModelError(f"{path} holds {len(blocks)} matrices where {len(names)} were expected")
+        raise RunFailed(f"{path} holds {len(blocks)} matrices where {len(names)} were expected")
     offset = 0
     for index, (name, (start, count)) in enumerate(zip(names, blocks, strict=True)):
         yield Shard(path.removesuffix(projection) + name, (start, start + count), cols, layer, offset, index)
         offset += count
+
+
+def model_shards(model: nn.Module) -> dict[str, Shard]:
+    """The shards in all layers that SGLang has given adapters, by module."""
+    shards: dict[str, Shard] = {}
+    for path, module in model.named_modules():
+        if (layer := getattr(module, "base_layer", None)) is not None:
+            shards |= {shard.module: shard for shard in layer_shards(path, layer)}
+    return shards
 
 
 # (first global row, number of rows) of each matrix in the layer, and the range of global columns.

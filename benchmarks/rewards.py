@@ -1,0 +1,263 @@
+"""Texts per second of a population, compared with bare SGLang that serves the same prompts under one adapter.
+
+python benchmarks/rewards.py --model DIR --dtype bfloat16 --chat --samples 16 --prompts 16 --max-new-tokens 256 [--no-graphs]
+python benchmarks/rewards.py --model mezzo/llama-mini --samples 2 --prompts 4 --max-new-tokens 8 --rounds 1    # a CPU
+
+Prompts are those of `countdown`; texts are greedy. A round has directions × 2 × prompts texts of prompts that were not used
+before. Every contender runs in a process of its own:
+
+mezzo      mezzo's engine on SGLang: an adapter for each member, written from its seed; what prompts share is sent first
+same       bare SGLang, the same options, one adapter: the same prompts as often, so that it computes each of them once
+different  the same with as many prompts that all differ, of which its prefix cache finds the common beginning
+torch      mezzo's torch engine
+
+Texts end where the model ends them, so that rates are of the tokens that were generated; an end token counts. Memory is that of
+the whole GPU, less what was used before; SGLang reserves most of it at its start. Where both of mezzo's engines
+run, the texts of the first round are compared up to their eighth token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+CONTENDERS = ("mezzo", "same", "different", "torch")
+POLL_SECONDS = 0.5
+# Tokens of a text that are compared: later ones of 16-bit engines differ by rounding alone.
+COMPARED = 8
+WITHOUT_GRAPHS = {"disable_cuda_graph": True, "disable_overlap_schedule": True}
+# The texts of a round, by its number.
+Round = Callable[[int], list[Any]]
+
+
+def make_setup(options: argparse.Namespace, engine: str) -> Any:
+    """A run on countdown, up to its engine."""
+    from mezzo.config import RunConfig
+    from mezzo.runs.setup import resolve_setup
+
+    config = RunConfig(
+        model=options.model,
+        engine=engine,
+        task="countdown",
+        objective="countdown",
+        method="es",
+        space="lora",
+        dtype=options.dtype,
+        device=options.device,
+        chat=options.chat,
+        samples=options.samples,
+        batch_size=options.prompts,
+        max_new_tokens=options.max_new_tokens,
+        stop=("",),
+        eps=options.eps,
+    )
+    return resolve_setup(config)
+
+
+def members_of(setup: Any, number: int) -> list[Any]:
+    """Both signs of each direction of a round."""
+    from mezzo.types import Probe
+
+    count, eps = setup.config.samples, setup.config.eps
+    return [Probe(((number * count + index, sign * eps),)) for index in range(count) for sign in (1, -1)]
+
+
+def prompts_of(setup: Any, number: int, count: int) -> tuple[Any, ...]:
+    """The prompts of a round; they come again when all have been used."""
+    known = setup.train_prompts
+    return tuple(known[(number * count + index) % len(known)] for index in range(count))
+
+
+def open_population(options: argparse.Namespace, engine_name: str) -> tuple[Round, Callable[[], None]]:
+    """mezzo's own engine."""
+    from mezzo.engines import open_engine
+    from mezzo.types import Batch
+
+    setup = make_setup(options, engine_name)
+    engine: Any = open_engine(engine_name, setup.engine_spec)
+
+    def generate(number: int) -> list[Any]:
+        batch = Batch(prompts_of(setup, number, options.prompts), setup.readout)
+        found = engine.generate(batch, members_of(setup, number), setup.generation)
+        return [text for member in found for drawn in member for text in drawn]
+
+    return generate, engine.close
+
+
+def open_bare(options: argparse.Namespace, different: bool) -> tuple[Round, Callable[[], None]]:
+    """SGLang alone, started with the options that mezzo gives it, but for the number of adapters."""
+    from mezzo.engines.sglang.adapters import adapter_shape
+    from mezzo.engines.sglang.inprocess import launch
+    from mezzo.engines.sglang.model_facts import read_model_facts
+    from mezzo.engines.sglang.requests import generation_body
+    from mezzo.types import Probe
+
+    setup = make_setup(options, "sglang")
+    spec, facts = setup.engine_spec, read_model_facts(setup.engine_spec)
+    shape = adapter_shape(spec.space, facts.trained)
+    assert shape is not None
+    engine, processes = launch.start(spec, shape, max_loras_per_batch=2)
+    launch.load_zero_adapters(engine, shape, facts, ["one"])
+
+    def generate(number: int) -> list[Any]:
+        members, count = 2 * options.samples, options.prompts
+        if different:
+            prompts = prompts_of(setup, number, members * count)
+        else:
+            prompts = prompts_of(setup, number, count) * members
+        answers = engine.generate(**generation_body(prompts, [Probe()], setup.generation, ["one"]))
+        engine.flush_cache()
+        return [answer["output_ids"] for answer in answers]
+
+    return generate, lambda: launch.stop(engine, processes)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """In a process of its own: the rates of one contender."""
+    began, name = time.perf_counter(), options.contender
+    if name in ("mezzo", "torch"):
+        generate, close = open_population(options, "sglang" if name == "mezzo" else "torch")
+    else:
+        generate, close = open_bare(options, name == "different")
+    try:
+        start_seconds = time.perf_counter() - began
+        generate(0)  # kernels are compiled, and chosen, by the first
+        rounds, starts = [], list[list[int]]()
+        for number in range(1, options.rounds + 1):
+            start = time.perf_counter()
+            texts = generate(number)
+            seconds, tokens = time.perf_counter() - start, sum(map(len, texts))
+            rounds.append({"texts": len(texts), "tokens": tokens, "seconds": round(seconds, 3)})
+            starts = starts or [list(text[:COMPARED]) for text in texts]
+            print(f"{name}: {len(texts)} texts, {tokens} tokens in {seconds:.2f} s", file=sys.stderr, flush=True)
+    finally:
+        close()
+    return {
+        "contender": name,
+        "start_seconds": round(start_seconds, 1),
+        "texts_per_s": round(statistics.median(each["texts"] / each["seconds"] for each in rounds), 2),
+        "tokens_per_s": round(statistics.median(each["tokens"] / each["seconds"] for each in rounds), 1),
+        "rounds": rounds,
+        "starts": starts,
+    }
+
+
+def used_memory() -> float | None:
+    """MiB that are in use on the GPU, by nvidia-smi or, where that is missing, by CUDA; None without a GPU."""
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+        found = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+        return float(found) if found.isdecimal() else None
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info(0)
+    return (total - free) / 2**20
+
+
+def run_contender(name: str, arguments: Sequence[str], limit: float) -> dict[str, Any]:
+    """The row of a contender, measured in a process of its own; its peak of memory is watched from here."""
+    before, peaks, done = used_memory(), [0.0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(POLL_SECONDS):
+            peaks.append((used_memory() or 0.0) - (before or 0.0))
+
+    watcher = threading.Thread(target=watch) if before is not None else None
+    with tempfile.TemporaryDirectory() as folder:
+        row = Path(folder) / "row.json"
+        command = [sys.executable, __file__, *arguments, "--contender", name, "--row", str(row)]
+        process = subprocess.Popen(command, start_new_session=True)
+        if watcher:
+            watcher.start()
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return {"contender": name, "error": f"not done after {limit:.0f} s"}
+        finally:
+            done.set()
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if not row.exists():
+            return {"contender": name, "error": f"its process ended with {process.returncode}"}
+        peak = {"peak_mib": round(max(peaks))} if watcher else {}
+        return {**json.loads(row.read_text()), **peak}
+
+
+def agreement(rows: Sequence[dict[str, Any]]) -> str:
+    """How many texts of both of mezzo's engines begin alike."""
+    starts = {row["contender"]: row.pop("starts", []) for row in rows}
+    pairs = list(zip(starts.get("mezzo", []), starts.get("torch", []), strict=False))
+    return f"{sum(a == b for a, b in pairs)} of {len(pairs)} texts begin as the torch engine's" if pairs else ""
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rates, and those of mezzo as a share of each contender's."""
+    found = {row["contender"]: row for row in rows if "error" not in row}
+    ours = found.get("mezzo")
+    lines = [
+        "| contender | texts/s | tokens/s | mezzo's tokens/s | peak MiB | mezzo's peak |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in found.items():
+        share = f"{ours['tokens_per_s'] / row['tokens_per_s']:.2f}×" if ours and row["tokens_per_s"] else "–"
+        peak = row.get("peak_mib")
+        memory = f"{ours['peak_mib'] / peak:.2f}×" if ours and peak else "–"
+        rates = f"{row['texts_per_s']:.1f} | {row['tokens_per_s']:.0f}"
+        lines.append(f"| {name} | {rates} | {share} | {peak or '–'} | {memory} |")
+    lines += [f"{row['contender']}: {row['error']}" for row in rows if "error" in row]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--chat", action="store_true")
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--eps", type=float, help="[that of a run]")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-graphs", action="store_true", help="SGLang without CUDA graphs and overlap")
+    parser.add_argument("--sglang", default="{}", help='other options of SGLang, as {"lora_backend": "csgmv"}')
+    parser.add_argument("--contenders", default=",".join(CONTENDERS))
+    parser.add_argument("--limit", type=float, default=900, help="seconds for each contender")
+    parser.add_argument("--out", type=Path, help="append the rows as JSON lines")
+    parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--row", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.contender:
+        options.row.write_text(json.dumps(measure(options)))
+        return
+    rows, hidden = [], ("contender", "row", "contenders", "out", "limit")
+    said = {name: value for name, value in vars(options).items() if name not in hidden}
+    changes = json.loads(options.sglang) | (WITHOUT_GRAPHS if options.no_graphs else {})
+    os.environ["MEZZO_SGLANG_OPTIONS"] = json.dumps(changes)
+    for name in options.contenders.split(","):
+        row = run_contender(name, sys.argv[1:], options.limit) | {"options": said}
+        rows.append(row)
+        if options.out:
+            with options.out.open("a") as file:
+                file.write(json.dumps({key: value for key, value in row.items() if key != "starts"}) + "\n")
+    print(agreement(rows))
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
