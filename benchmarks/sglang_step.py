@@ -1,11 +1,12 @@
-"""Time of a step on SGLang, compared with the torch engine and with bare scoring calls of SGLang itself.
+"""Time of a step on SGLang, compared with the torch engine and with bare prefill by SGLang itself.
 
 python benchmarks/sglang_step.py [--model llama-1b] [--dtype bfloat16] [--batch 64] [--length 32] [--shared 480] [--directions 16]
 
 Both engines run on one device and take turns in one process. A step is both signs of one direction and the update; a population
 is θ and one probe for each direction, as `--method solve` asks for. `llama-1b` is a Llama of that shape with random weights. Bare
-requests are as many different prompts, scored by SGLang's own interface under no adapter. With --shared, a second table has
-prompts that begin with that many common tokens, as prompts with demonstrations do.
+prefill are as many different prompts, by SGLang's own requests for one token, under no adapter; bare scoring also reads the
+log-probabilities. With --shared, a second table has prompts that begin with that many common tokens, as prompts with
+demonstrations do; bare prompts have as many different beginnings as there are probes.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from mezzo.engines import open_engine
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.sglang.requests import scoring_body
 from mezzo.engines.token_rows import MIN_SHARED_TOKENS, token_rows
+from mezzo.engines.torch import choose_micro_batch
 from mezzo.method.space import Space
-from mezzo.types import Batch, Probe, Prompt, Readout, Update
+from mezzo.types import Batch, MicroBatch, Probe, Prompt, Readout, Update
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 EPS = 1e-2
@@ -79,12 +81,26 @@ def score_population(engine: Any, batch: Batch, number: int, directions: int) ->
     return engine.score(batch, (Probe(), *(Probe(((1000 * number + index, EPS),)) for index in range(directions))))
 
 
-def run_requests(engine: Any, batch: Batch) -> None:
-    """Score the batch by SGLang's own requests, under no adapter, with nothing in its cache."""
+def run_requests(engine: Any, batch: Batch, scored: bool) -> None:
+    """Prefill, or score, the batch by SGLang's own requests, under no adapter, with nothing in its cache."""
     rows = token_rows(batch)
-    engine.engine.generate(**scoring_body(rows, [None] * len(rows), batch.readout))
+    body = scoring_body(rows, [None] * len(rows), batch.readout)
+    if not scored:
+        body = {"input_ids": body["input_ids"], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    engine.engine.generate(**body)
     while not engine.engine.flush_cache().success:
         time.sleep(0.001)
+
+
+def with_micro_batch(engine: Any, micro_batch: MicroBatch, run: Case) -> Case:
+    """The case with work cut in another way."""
+
+    def cut(batch: Batch, number: int) -> None:
+        usual, engine.micro_batch = engine.micro_batch, micro_batch
+        run(batch, number)
+        engine.micro_batch = usual
+
+    return cut
 
 
 def time_in_turns(cases: dict[str, Case], batches: list[Batch]) -> dict[str, list[float]]:
@@ -139,6 +155,8 @@ def main() -> None:
             seed=1,
             device=options.device,
             dtype=options.dtype,
+            many_probes=True,
+            fewer_rows=True,
         )
         sglang = open_engine("sglang", spec)
         note("sglang started")
@@ -151,53 +169,67 @@ def main() -> None:
 
 
 def measure(sglang: Any, reference: Any, options: Any, results: dict[str, Any], note: Callable[[str], None]) -> None:
-    count, length = options.batch, options.length
+    count, length, directions = options.batch, options.length, options.directions
+    pairs = MicroBatch(rows=count), choose_micro_batch(count, fewer=True, device=reference.device.type)
 
     def step_without_sharing(batch: Batch, number: int) -> None:
         sglang.channel.call("set_min_shared_tokens", count=10**9)
         step(sglang, batch, number)
         sglang.channel.call("set_min_shared_tokens", count=MIN_SHARED_TOKENS)
 
-    def bare(shared: int, members: int) -> Case:
-        return lambda batch, number: run_requests(sglang, make_batch(members * count, length, shared, 10_000 + number))
+    def bare(shared: int, members: int, scored: bool = False) -> Case:
+        def run(batch: Batch, number: int) -> None:
+            parts = [make_batch(count, length, shared, 1000 * number + member) for member in range(members)]
+            prompts = tuple(prompt for part in parts for prompt in part.prompts)
+            run_requests(sglang, Batch(prompts, batch.readout), scored)
+
+        return run
 
     first = Update(((5, float(np.float32(0.01))),))  # LoRA's B starts at zero, where noise on A changes nothing
     for engine in (sglang, reference):
         engine.apply([first])
+    results["sglang"], results["torch"] = sglang.describe(), reference.describe()
+    if not sglang.builds_batches:
+        note("MIND: SGLang is used by its requests; what is timed is not what mezzo does with a version that it knows")
     results["agreement"] = agreement(sglang, reference, make_batch(count, length, 0, 99))
     results["agreement"]["same weights"] = sglang.digest() == reference.digest()
     note(f"agreement {results['agreement']}")
     for name, shared in (("short", 0), ("shared", options.shared))[: 2 if options.shared else 1]:
         batches = [make_batch(count, length, shared, seed) for seed in range(options.rounds + 2)]
-        cases: dict[str, Case] = {
-            "torch step": lambda batch, n: step(reference, batch, n),
-            "sglang step": lambda batch, n: step(sglang, batch, n),
-            "bare requests, a step's": bare(shared, 2),
-            "torch population": lambda batch, n: score_population(reference, batch, n, options.directions),
-            "sglang population": lambda batch, n: score_population(sglang, batch, n, options.directions),
-            "bare requests, a population's": bare(shared, 1 + options.directions),
+        one_step: dict[str, Case] = {
+            "torch step": with_micro_batch(reference, pairs[1], lambda batch, n: step(reference, batch, n)),
+            "sglang step": with_micro_batch(sglang, pairs[0], lambda batch, n: step(sglang, batch, n)),
+            "bare prefill": bare(shared, 2),
+            "bare scoring": bare(shared, 2, scored=True),
         }
         if shared:
-            cases["sglang step, nothing shared"] = step_without_sharing
-        before = sglang.token_counts.cached
-        times = time_in_turns(cases, batches)
-        results[name] = {
-            case: {"median": statistics.median(values), "all": [round(v, 2) for v in values]}
-            for case, values in times.items()
+            one_step["sglang step, nothing shared"] = with_micro_batch(sglang, pairs[0], step_without_sharing)
+        population: dict[str, Case] = {
+            "torch population": lambda batch, n: score_population(reference, batch, n, directions),
+            "sglang population": lambda batch, n: score_population(sglang, batch, n, directions),
+            "sglang population, two probes a forward": with_micro_batch(
+                sglang, pairs[0], lambda batch, n: score_population(sglang, batch, n, directions)
+            ),
+            "bare prefill": bare(shared, 1 + directions),
         }
-        results[name]["cached tokens per step"] = (sglang.token_counts.cached - before) // len(batches)
-        note(name)
-        print(table(results[name]), flush=True)
+        for kind, cases, probes in (("step", one_step, 2), ("population", population, 1 + directions)):
+            times = time_in_turns(cases, batches)
+            results[f"{name} {kind}"] = times
+            note(f"{name} {kind}")
+            print(table(times, kind, probes * count * (shared + length)), flush=True)
 
 
-def table(times: dict[str, Any]) -> str:
-    base = times["torch step"]["median"]
-    lines = [
-        f"| {case} | {values['median']:.1f} | {min(values['all']):.1f}–{max(values['all']):.1f} | {values['median'] / base:.2f} |"
-        for case, values in times.items()
-        if isinstance(values, dict)
-    ]
-    return "\n".join(["| what | ms | range | × torch |", "|---|---|---|---|", *lines])
+def table(times: dict[str, list[float]], kind: str, tokens: int) -> str:
+    """Ratios are medians of those of each round: its cases ran right after each other."""
+    lines = []
+    for case, values in times.items():
+        against = [times[name] for name in (f"torch {kind}", "bare prefill")]
+        ratios = [statistics.median(a / b for a, b in zip(values, other, strict=True)) for other in against]
+        middle = statistics.median(values)
+        figures = f"{middle:.1f} | {min(values):.1f}–{max(values):.1f} | {1e3 * tokens / middle:,.0f}"
+        lines.append(f"| {case} | {figures} | {ratios[0]:.2f} | {ratios[1]:.2f} |")
+    head = f"| {kind} | ms | range | prompt tokens/s | × torch | × bare prefill |"
+    return "\n".join([head, "|---|---|---|---|---|---|", *lines])
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,6 +159,26 @@ def test_endless_answer_is_refused(server, evaluation, expect_refusal, monkeypat
     monkeypatch.setattr(connection, "LARGEST_ANSWER", 100_000)
     change_at(server, "/generate", lambda rows: [*rows, "x" * 200_000])
     assert "more than 100,000 bytes" in expect_refusal(*evaluation)
+
+
+def test_server_that_begins_an_answer_and_stops_is_given_up(monkeypatch):
+    """As it looks on an encrypted connection, whose first bytes are none of the answer: those do not end the looking."""
+    monkeypatch.setattr(connection, "LOOK_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/generate"
+        threading.Thread(target=lambda: waiting.append(listener.accept()[0]), daemon=True).start()
+        waiting: list[socket.socket] = []
+        looks = [True, True, False]
+
+        def still_there() -> bool:
+            if len(looks) == 3:
+                waiting[0].sendall(b"HTTP/1.1 200 OK\r\n")
+            return looks.pop(0)
+
+        with pytest.raises(connection.BadAnswer, match="it stopped answering") as caught:
+            connection.send(url, {}, 600, still_there)
+        assert caught.value.lost and not looks
+        waiting[0].close()
 
 
 def test_redirect_is_not_followed(server, model, evaluation, expect_refusal):

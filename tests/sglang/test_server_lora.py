@@ -20,7 +20,7 @@ from mezzo import api
 from mezzo.engines import open_engine
 from mezzo.engines.sglang.server import connection, pool, replica, weights
 from mezzo.engines.sglang.server.loader import LOADER
-from mezzo.engines.sglang.server.recipes import encode_recipe
+from mezzo.engines.sglang.server.recipes import MOST_CLIENTS, encode_recipe
 from mezzo.errors import ConfigError, RunFailed
 from mezzo.method.space import Space
 from mezzo.runs.folder import Folder
@@ -104,6 +104,42 @@ def test_adapters_are_uploaded_where_recipes_fail(servers, reference, monkeypatc
     engine.apply(UPDATES)
     batch = words_batch(4)
     assert distance(engine.score(batch, PAIR), reference.score(batch, PAIR)) < 1e-4
+    engine.close()
+
+
+def test_many_probes_share_a_request(servers, reference):
+    """As many as the server takes adapters in a batch, beside the model itself."""
+    engine = open_engine("sglang", spec_of(LORA, urls=(servers[0].url,), many_probes=True))
+    requests, send = [], engine._score_share
+    engine._score_share = lambda *asked: requests.append(len(asked[2])) or send(*asked)
+    engine.apply(UPDATES)
+    probes = [Probe(), *(Probe(((seed, 0.01),)) for seed in range(6))]
+    for batch in (words_batch(), candidates_batch()):
+        assert distance(engine.score(batch, probes), reference.score(batch, probes)) < 1e-4
+    assert requests == [3, 3, 1] * 2
+    engine.close()
+
+
+def test_run_goes_on_after_many_other_clients(servers, reference, monkeypatch):
+    """A server keeps the factors of those that it heard of last: a client that it has forgotten sends its own again."""
+    monkeypatch.setattr(pool, "FIRST_LOOK", 0.1)
+    engine = open_engine("sglang", spec_of(LORA, urls=(servers[0].url,)))
+    engine.apply(UPDATES)
+    expected = reference.score(words_batch(4), PAIR)
+    (server,) = engine.pool.live
+    for round_ in range(2):
+        for number in range(MOST_CLIENTS):
+            other = weights.UploadedLora(engine.spec, engine.facts, f"mezzo-other-{round_}-{number}")
+            other.attach(server)
+            (adapter,) = other.adapters(PAIR[:1], server)
+            server.load_adapter(other.client, adapter, engine.adapter_shape)
+            server.unload_adapter(other.client)
+            if not round_:  # one that is in use is not forgotten
+                assert distance(engine.score(words_batch(4), PAIR), expected) < 1e-4
+    told = []
+    engine.report = told.append
+    assert distance(engine.score(words_batch(4), PAIR), expected) < 1e-4
+    assert told[0].startswith("lost ") and told[-1] == f"{servers[0].url} is back"
     engine.close()
 
 

@@ -15,7 +15,7 @@ import torch
 
 from mezzo import api
 from mezzo.engines import open_engine
-from mezzo.engines.sglang.server import base_weights, pool, weights
+from mezzo.engines.sglang.server import base_weights, connection, pool, replica, weights
 from mezzo.engines.sglang.server.loader import LOADER, Order
 from mezzo.engines.sglang.server.replica import Replica
 from mezzo.errors import ConfigError, RunFailed
@@ -155,15 +155,62 @@ def test_server_that_somebody_else_updated_is_brought_back(server, reference, mo
     monkeypatch.setattr(pool, "FIRST_LOOK", 0.1)
     engine = open_on(server)
     engine.apply(UPDATES[:1])
-    (replica,) = engine.pool.live
+    (ours,) = engine.pool.live
     other = Replica(server.url, "m", None)
     other.connect()
     name = engine.trained[0].name
-    order = Order(owner="other", expected=replica.loader_version, version="other-1", base_name="default")
+    order = Order(owner="other", expected=ours.loader_version, version="other-1", base_name="default")
     other.write_weights(order, [(name, torch.zeros(engine.trained[0].shape))])
     engine.apply(UPDATES[1:])
     expected = reference[0].score(words_batch(), PAIR)
     assert distance(engine.score(words_batch(), PAIR), expected) < 1e-4
+    assert_same_weights(server, reference[0].state())
+    engine.close()
+    assert weight_version(server) == "default"
+
+
+@pytest.mark.parametrize("thawed", [True, False])
+def test_server_that_was_lost_at_the_end_is_put_back_too(server, reference, monkeypatch, capsys, thawed):
+    """Where it does not answer, the user is told, and the next client does it."""
+    for module, name in ((connection, "LOOK_SECONDS"), (replica, "LOOK_TIMEOUT"), (weights, "SHORT_LOOK")):
+        monkeypatch.setattr(module, name, 0.5)
+    engine = open_engine("sglang", spec_of(MATRICES, urls=(server.url,), exclusive_server=True, server_timeout=0.1))
+    engine.apply(UPDATES)
+    server.freeze()
+    try:
+        with pytest.raises(RunFailed, match="--resume"):
+            engine.score(words_batch(), PAIR)
+        if thawed:
+            server.thaw()
+        engine.close()
+    finally:
+        server.thaw()
+    told = f"could not be put back to the untrained model ({server.url} does not answer)"
+    assert (told in capsys.readouterr().err) == (not thawed)
+    assert weight_version(server).startswith("mezzo-") == (not thawed)
+    open_on(server, Space("lora", rank=4)).close()
+    assert weight_version(server) == "default"
+    assert_same_weights(server, reference[1])
+
+
+def test_refused_order_of_another_client_is_not_taken_for_our_own(server, reference, monkeypatch):
+    """It comes between our order and our question whether that was carried out."""
+    engine = open_on(server)
+    (ours,) = engine.pool.live
+    ask, other = ours.weight_status, Replica(server.url, "m", None)
+    other.connect()
+    wrong = Order(owner="other", expected="of no server", version="other-1", base_name="default")
+
+    def interrupted(client: str = ""):
+        with monkeypatch.context() as patch:
+            patch.setattr(ours, "weight_status", ask)
+            with pytest.raises(ConfigError, match="did not change its weights"):
+                other.write_weights(wrong)
+        return ask(client)
+
+    monkeypatch.setattr(ours, "weight_status", interrupted)
+    engine.apply(UPDATES)
+    monkeypatch.undo()
     assert_same_weights(server, reference[0].state())
     engine.close()
     assert weight_version(server) == "default"

@@ -8,11 +8,25 @@ import numpy as np
 import pytest
 
 import mezzo
+from mezzo.engines.sglang.inprocess import launch
 from mezzo.journal.content import read
+from mezzo.method.space import Space
+from mezzo.types import Probe
 from tests.conftest import SENTENCES
-from tests.sglang.conftest import MODEL
+from tests.sglang.conftest import MODEL, candidates_batch, distance, open_both_engines, spec_of, words_batch
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+
+def test_many_probes_are_adapters_of_one_forward(monkeypatch):
+    """Where the key-value cache is too small for all of them, forwards are smaller: the scores are those of the torch engine."""
+    monkeypatch.setitem(launch.CACHE_TOKENS, "cpu", 1024)
+    probes = [Probe(), *(Probe(((seed, 0.01),)) for seed in range(39))]
+    spec = spec_of(Space("lora", rank=4), rows=128, many_probes=True, fewer_rows=True)
+    for ours, reference in open_both_engines(spec):
+        assert ours.micro_batch.members == len(ours.adapters) == 32 and ours.uses_internals and ours.builds_batches
+        for batch in (words_batch(40), words_batch(6, prefix=tuple(range(100, 300))), candidates_batch()):
+            assert distance(ours.score(batch, probes), reference.score(batch, probes)) < 1e-4
 
 
 def test_a_run_agrees_with_the_torch_engine_and_is_verified(tmp_path):

@@ -16,10 +16,13 @@ from mezzo.engines.sglang.support import PROJECTIONS, TRAINABLE_SPACES
 from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.errors import ModelError
 from mezzo.method.space import Space
-from mezzo.types import Family, Probe, TrainedTensor
+from mezzo.types import Family, MicroBatch, Probe, TrainedTensor
 
 # The two signs of a direction, each an adapter of one batch.
 PROBES_PER_FORWARD = 2
+# Probes of one forward, and sequences in all, where a question has many probes: few examples at each of them, so that what a
+# forward costs before it computes is paid seldom.
+MANY_PROBES, SEQUENCES = 32, 1024
 # Adapters that SGLang holds at once where texts are generated at a population.
 MOST_ADAPTERS = 128
 
@@ -69,9 +72,18 @@ def _shape_on(space: Space, targets: set[str]) -> AdapterShape:
     return AdapterShape(rank, alpha, tuple(sorted(targets)))
 
 
+def choose_micro_batch(spec: EngineSpec) -> MicroBatch:
+    """The examples and probes of one forward."""
+    if not spec.many_probes:
+        return MicroBatch(rows=spec.rows, members=PROBES_PER_FORWARD)
+    rows = min(spec.rows, SEQUENCES // MANY_PROBES) if spec.fewer_rows else spec.rows
+    return MicroBatch(rows=rows, members=max(PROBES_PER_FORWARD, min(MANY_PROBES, SEQUENCES // rows)))
+
+
 def adapter_count(spec: EngineSpec) -> int:
-    """Adapters that SGLang is to hold at once: those of a pair, or of the population that generates together."""
-    return max(PROBES_PER_FORWARD, min(spec.population, MOST_ADAPTERS))
+    """Adapters that SGLang is to hold at once: those of a forward, or of the population that generates together."""
+    scored = MANY_PROBES if spec.many_probes else PROBES_PER_FORWARD
+    return max(scored, min(spec.population, MOST_ADAPTERS))
 
 
 def adapter_tensors(module: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:

@@ -12,13 +12,13 @@ from mezzo.engines.arrays import Array, to_numpy, to_tensor
 from mezzo.engines.base import Engine, EngineSpec
 from mezzo.engines.liveness import check_alive
 from mezzo.engines.microbatch import check_state
-from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD, adapter_shape
+from mezzo.engines.sglang.adapters import adapter_shape, choose_micro_batch
 from mezzo.engines.sglang.model_facts import read_matrices, read_model_facts
 from mezzo.engines.sglang.support import refuse_head, refuse_space
 from mezzo.engines.token_rows import TokenCounts
 from mezzo.engines.torch import catalog
 from mezzo.engines.torch.initial_values import initial_lora_factor
-from mezzo.types import Batch, MicroBatch
+from mezzo.types import Batch
 
 
 class SGLangEngine(Engine):
@@ -30,7 +30,7 @@ class SGLangEngine(Engine):
         refuse_head(spec.classes)
         self.spec, self.space, self.facts = spec, spec.space, read_model_facts(spec)
         self.trained, self.base_digest = self.facts.trained, self.facts.base_digest
-        self.micro_batch = MicroBatch(rows=spec.rows, members=PROBES_PER_FORWARD)
+        self.micro_batch = choose_micro_batch(spec)
         self.adapter_shape = adapter_shape(spec.space, self.trained)
         self.token_counts = TokenCounts()
 

@@ -18,6 +18,8 @@ from mezzo.engines.token_rows import TokenCounts, TokenRow, common_prefix, share
 from mezzo.errors import RunFailed
 from mezzo.types import Readout
 
+# Tokens of the cache that a forward needs for each of its own, what it shares with others included.
+ROOM = 2
 BUSY = "SGLang is busy with other requests; a training run needs the engine for itself"
 
 
@@ -40,6 +42,12 @@ class Forward:
         if not self.internals.is_idle():
             raise RunFailed(BUSY)
 
+    def fit(self, every: Sequence[TokenRow], rows: int, members: int) -> tuple[int, int]:
+        """As many of these rows and probes as one forward has room for. It follows from the rows, so that all workers agree."""
+        most = self.internals.free_tokens() // (ROOM * max(len(row.ids) for row in every))
+        members = max(1, min(members, most))
+        return max(1, min(rows, most // members)), members
+
     def score(
         self, rows: Sequence[TokenRow], probes: Sequence[ServedProbe], readout: Readout, every: Sequence[TokenRow]
     ) -> Tensor:
@@ -47,7 +55,7 @@ class Forward:
 
         `every` are the rows of the whole batch: what they all share is computed once and kept for its other forwards.
         """
-        self._make_room(len(rows) * len(probes), sum(len(row.ids) for row in rows) * len(probes) * 2)
+        self._make_room(len(rows) * len(probes), sum(len(row.ids) for row in rows) * len(probes) * ROOM)
         if self.causal:
             self._cache_prefixes(rows, probes, every)
         if readout.kind == "candidates":

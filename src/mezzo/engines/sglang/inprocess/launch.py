@@ -20,7 +20,7 @@ import torch
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.hf_hub import load_config, locate
 from mezzo.engines.lora_factors import module_of, peft_names
-from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD, AdapterShape, adapter_count
+from mezzo.engines.sglang.adapters import AdapterShape, adapter_count, choose_micro_batch
 from mezzo.engines.sglang.internals import processes as internals
 from mezzo.engines.sglang.model_facts import ModelFacts
 from mezzo.engines.sglang.module_names import ENCODER, MODEL_PACKAGE, sglang_path
@@ -147,7 +147,8 @@ def install_sigquit_handler() -> None:
 
 def engine_arguments(spec: EngineSpec, shape: AdapterShape | None, cpu: bool) -> dict[str, Any]:
     """SGLang's own options. Nothing is decoded for scores, so that CUDA graphs, grammars and overlap would only cost."""
-    running = max(64, PROBES_PER_FORWARD * spec.rows * 2, min(spec.population * spec.rows, MOST_TEXTS))
+    unit = choose_micro_batch(spec)
+    running = max(64, 4 * spec.rows, unit.members * unit.rows, min(spec.population * spec.rows, MOST_TEXTS))
     arguments: dict[str, Any] = {
         "model_path": locate(spec.model),
         "dtype": spec.dtype,

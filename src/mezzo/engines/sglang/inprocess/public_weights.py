@@ -73,8 +73,10 @@ class PublicMatrices:
         begin, end = (getattr(self.engine, f"{verb}_weight_update", lambda: None) for verb in ("begin", "end"))
         values = [(t.name, self.copy.value(t.name)) for t in self.trained]
         begin()
-        success, message = self.engine.update_weights_from_tensor(values, flush_cache=False)
-        end()
+        try:
+            success, message = self.engine.update_weights_from_tensor(values, flush_cache=False)
+        finally:
+            end()
         if not success:
             raise RunFailed(f"SGLang does not take the trained matrices: {message}")
         while not self.engine.flush_cache().success:  # it may not have finished the last request yet

@@ -50,9 +50,10 @@ class Worker:
             self.weights = WEIGHTS[spec.space.kind](spec, facts, self.internals.device, slots)
 
     def score(self, batch: Batch, probes: Sequence[Probe], rows: int, members: int) -> tuple[Scores, TokenCounts]:
-        """scores[P, B, C] and the tokens they took; a forward has `rows` token rows at `members` probes."""
+        """scores[P, B, C] and the tokens they took; a forward has at most `rows` token rows at `members` probes."""
         every, scores = token_rows(batch, self.forward.causal), empty_scores(batch, len(probes))
         self.forward.token_counts = TokenCounts()
+        rows, members = self.forward.fit(every, rows, members)
         try:
             for first in range(0, len(probes), members):
                 if first:

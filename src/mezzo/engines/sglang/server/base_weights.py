@@ -62,7 +62,10 @@ def check_digests(replica: Replica, matrices: Mapping[str, Array]) -> None:
     """Raise unless the server's matrices are these, bit for bit."""
     import torch
 
-    for part in replica.digests():
+    parts = replica.digests()
+    if missing := sorted(set(matrices) - {part.name for part in parts}):
+        raise replica.failure(f"the server at {replica.url} says nothing of {missing[0]}")
+    for part in parts:
         values = to_tensor(matrices[part.name])[slice(*part.rows), slice(*part.cols)]
         if digest_part(values.to(getattr(torch, part.dtype))) != part.digest:
             raise replica.failure(f"{part.name} on the server at {replica.url} differs from the run's")

@@ -6,9 +6,9 @@ import contextlib
 import http.client
 import json
 import os
-import select
-import time
-from collections.abc import Callable, Mapping
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -46,16 +46,15 @@ def send(
             path = url.split("/", 3)[3]
             data = None if body is None else json.dumps(body).encode()
             connection.request("GET" if body is None else "POST", f"/{path}", data, headers)
-            if still_there is not None:
-                _wait_for_answer(connection, timeout, still_there)
-            answer = connection.getresponse()
-            if answer.status >= 300:  # a redirect is not followed: prompts and the key go to no other address
-                page = b""
-                with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
-                    page = answer.read(SHOWN)
-                reason = _without_key(f"HTTP {answer.status}: {page.decode(errors='replace')}", key)
-                raise BadAnswer(reason, answer.status)
-            content = answer.read(LARGEST_ANSWER + 1)
+            with _watch(connection, still_there) if still_there else contextlib.nullcontext():
+                answer = connection.getresponse()
+                if answer.status >= 300:  # a redirect is not followed: prompts and the key go to no other address
+                    page = b""
+                    with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+                        page = answer.read(SHOWN)
+                    reason = _without_key(f"HTTP {answer.status}: {page.decode(errors='replace')}", key)
+                    raise BadAnswer(reason, answer.status)
+                content = answer.read(LARGEST_ANSWER + 1)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise BadAnswer(_without_key(str(error)[:SHOWN] or type(error).__name__, key), lost=True) from None
     if len(content) > LARGEST_ANSWER:
@@ -70,15 +69,30 @@ def _connect(url: str, timeout: float) -> http.client.HTTPConnection:
     return kind(address.hostname or "", address.port, timeout=timeout)
 
 
-def _wait_for_answer(connection: http.client.HTTPConnection, timeout: float, still_there: Callable[[], bool]) -> None:
-    """Return when an answer begins; TimeoutError if the server is gone, or takes longer than `timeout`."""
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        if select.select([connection.sock], [], [], LOOK_SECONDS)[0]:
-            return
-        if not still_there():
-            raise TimeoutError("it stopped answering")
-    raise TimeoutError(f"no answer in {timeout:.0f} seconds")
+@contextlib.contextmanager
+def _watch(connection: http.client.HTTPConnection, still_there: Callable[[], bool]) -> Iterator[None]:
+    """Look at the server while the block waits for its answer; TimeoutError if it is gone.
+
+    A thread looks, since a wait for bytes ends with the first ones of an encrypted connection, which are none of the answer.
+    """
+    waiting, done, gone = connection.sock, threading.Event(), threading.Event()
+
+    def look() -> None:
+        while not done.wait(LOOK_SECONDS):
+            if not still_there() and not done.is_set():
+                gone.set()
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(waiting, socket.SHUT_RDWR)  # ends the wait
+
+    threading.Thread(target=look, daemon=True).start()
+    try:
+        yield
+    except (OSError, ValueError, http.client.HTTPException):
+        if gone.is_set():
+            raise TimeoutError("it stopped answering") from None
+        raise
+    finally:
+        done.set()
 
 
 def read_answer(data: bytes, parse: Callable[[Any], T]) -> T:

@@ -93,16 +93,16 @@ class ServerEngine(SGLangEngine):
         self.pool.report = report
 
     def score(self, batch: Batch, probes: Sequence[Probe]) -> Scores:
-        """scores[P, B, C]: the two signs as adapters of one request, a share of the examples to each server."""
-        scores = empty_scores(batch, len(probes))
-        for first in range(0, len(probes), PROBES_PER_FORWARD):
-            pair, rows = probes[first : first + PROBES_PER_FORWARD], token_rows(batch, self.facts.decoder is None)
+        """scores[P, B, C]: several probes as adapters of one request, a share of the examples to each server."""
+        scores, members = empty_scores(batch, len(probes)), min(self.micro_batch.members, self._most_adapters())
+        for first in range(0, len(probes), members):
+            group, rows = probes[first : first + members], token_rows(batch, self.facts.decoder is None)
             while rows:
                 servers = self.pool.servers()
                 work = [(s, share) for i, s in enumerate(servers) if (share := rows[i :: len(servers)])]
                 found = self.pool.run(
                     [
-                        (s, partial(self._score_share, s, share, self._adapters(pair, s), batch.readout))
+                        (s, partial(self._score_share, s, share, self._adapters(group, s), batch.readout))
                         for s, share in work
                     ]
                 )
@@ -113,7 +113,7 @@ class ServerEngine(SGLangEngine):
                         continue
                     values, token_counts = result
                     self.token_counts += token_counts
-                    for index in range(len(pair)):
+                    for index in range(len(group)):
                         start = index * len(share)
                         write_scores(scores, first + index, share, values[start : start + len(share)])
         return scores
@@ -127,7 +127,7 @@ class ServerEngine(SGLangEngine):
         if self.facts.decoder is not None:
             raise ModelError("a masked language model does not generate text")
         texts: Continuations = [[[] for _ in batch.prompts] for _ in probes]
-        members = max(PROBES_PER_FORWARD, min(server.info.loras_per_batch or 0 for server in self.pool.servers()) - 1)
+        members = self._most_adapters()
         for first in range(0, len(probes), members):
             group, places = probes[first : first + members], list(range(len(batch)))
             while places:
@@ -149,6 +149,10 @@ class ServerEngine(SGLangEngine):
                         for place, drawn in zip(share, written, strict=True):
                             texts[first + member][place] = drawn
         return texts
+
+    def _most_adapters(self) -> int:
+        """Adapters that every server takes in a batch, beside the model itself."""
+        return max(PROBES_PER_FORWARD, min(server.info.loras_per_batch or 0 for server in self.pool.servers()) - 1)
 
     def state(self) -> dict[str, Array]:
         return self.weights.state()
@@ -192,7 +196,8 @@ class ServerEngine(SGLangEngine):
         """Do without recipes on a server that does not make the adapters of them that would be uploaded."""
         found = []
         try:
-            for replica.makes_adapters in (False, True):
+            for by_recipe in (False, True):
+                replica.makes_adapters = by_recipe
                 adapters = self._adapters([Probe(((0, SAMPLE_SCALE),))], replica)
                 with self._uploaded_adapters(replica, adapters) as (name,):
                     found.append(np.array(sample_logprobs(replica, name, self.facts.decoder)))

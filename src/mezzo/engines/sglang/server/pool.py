@@ -9,13 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from mezzo.engines.sglang.server.replica import RESUME, Replica, ServerLost
+from mezzo.engines.sglang.server.replica import RESUME, SHORT_LOOK, Replica, ServerLost
 from mezzo.errors import MezzoError, RunFailed
 
 # Seconds between two looks at a lost server: the first, and the longest.
 FIRST_LOOK, LONGEST_LOOK = 2.0, 60.0
-# Seconds that such a look takes at most: the other servers wait meanwhile.
-SHORT_LOOK = 2.0
 T = TypeVar("T")
 
 

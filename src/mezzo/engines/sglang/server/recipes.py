@@ -20,8 +20,10 @@ from mezzo.engines.torch.weights.noise import NoiseSource
 from mezzo.types import Probe, TrainedTensor, Update
 
 RECIPE, VALUE = "mezzo.recipe", "mezzo.value."
-# Clients whose factors a rank keeps.
-MOST_CLIENTS = 8
+# Clients whose factors a rank keeps: those that were heard of last.
+MOST_CLIENTS = 16
+# What a rank says of a client whose factors it keeps no more.
+FORGOTTEN = "mezzo keeps no factors of this client"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +76,14 @@ def make_adapter(kept: dict[str, RankFactors], tensors: Mapping[str, Tensor]) ->
         made = noise_factors(source, recipe.trained, recipe.probe)
     else:
         values = {name.removeprefix(VALUE): value for name, value in tensors.items() if name.startswith(VALUE)}
+        factors = kept.pop(recipe.client, None)
         if values:
-            kept.pop(recipe.client, None)
-            kept[recipe.client] = RankFactors(recipe, values)
-            while len(kept) > MOST_CLIENTS:
-                kept.pop(next(iter(kept)))
-        factors = kept[recipe.client]
+            factors = RankFactors(recipe, values)
+        if factors is None:
+            raise ValueError(FORGOTTEN)
+        kept[recipe.client] = factors
+        while len(kept) > MOST_CLIENTS:
+            kept.pop(next(iter(kept)))
         factors.apply(recipe.updates)
         made = ((module, a[0], b[0]) for module, a, b in factors.at_probes([recipe.probe]))
     adapter: dict[str, Tensor] = {}

@@ -18,6 +18,7 @@ from mezzo.engines.sglang.server import answers
 from mezzo.engines.sglang.server.command import launch_command
 from mezzo.engines.sglang.server.connection import API_KEY, BadAnswer, read_answer, send
 from mezzo.engines.sglang.server.loader import DIGESTS, LOADER, STATUS, Order, encode_order
+from mezzo.engines.sglang.server.recipes import FORGOTTEN
 from mezzo.engines.sglang.versions import refuse_version
 from mezzo.errors import ConfigError, MezzoError, RunFailed
 
@@ -27,6 +28,8 @@ TIMEOUT = 900.0
 FLUSH_TIMEOUT = 60
 # Seconds in which a server answers the simplest request, however busy it is.
 LOOK_TIMEOUT = 15.0
+# The same where other servers wait meanwhile.
+SHORT_LOOK = 2.0
 # Seconds that another client's session of weight updates may last.
 SESSION_PATIENCE = 10.0
 RESUME = "The journal holds the run up to here: continue with 'mezzo train --resume DIR --url URL'"
@@ -106,7 +109,12 @@ class Replica:
     def load_adapter(self, name: str, tensors: Mapping[str, Tensor], shape: AdapterShape) -> None:
         """Upload an adapter; a new name gets a new id, which is part of SGLang's prefix-cache key."""
         body = {"lora_name": name, "config_dict": shape.peft_config(), **self._payload(dict(tensors))}
-        self._command("/load_lora_adapter_from_tensors", body)
+        try:
+            self._command("/load_lora_adapter_from_tensors", body)
+        except RunFailed as error:
+            if FORGOTTEN not in str(error):
+                raise
+            raise ServerLost(f"the server at {self.url} has forgotten this run: too many others used it") from None
 
     def unload_adapter(self, name: str) -> None:
         self._command("/unload_lora_adapter", {"lora_name": name})
@@ -146,10 +154,11 @@ class Replica:
         with self._update_session():
             self._command("/update_weights_from_tensor", body)
         status = self.weight_status(order.owner)
-        if status is None or status.error:
+        # Not by its error alone: that may be of another client's order, refused since.
+        if status is None or status.version != ("" if order.is_base else order.version):
             name = status.version if status and status.version else order.base_name
             self.rename_weights(name)  # SGLang named them as if the order had been carried out
-            reason = status.error if status else "its loader does not answer"
+            reason = status.error or "other weights took their place" if status else "its loader does not answer"
             raise self.failure(f"the server at {self.url} did not change its weights ({reason})")
         self.expected_version = order.version
         self.loader_version = status.version

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import torch
@@ -23,10 +24,10 @@ from mezzo.engines.sglang.server.base_weights import (
 )
 from mezzo.engines.sglang.server.loader import Order, describe_updates
 from mezzo.engines.sglang.server.recipes import Recipe, encode_recipe
-from mezzo.engines.sglang.server.replica import Replica
+from mezzo.engines.sglang.server.replica import SHORT_LOOK, Replica
 from mezzo.engines.torch.forward.population import Population
 from mezzo.engines.torch.weights.noise import NoiseSource
-from mezzo.errors import ConfigError, MezzoError
+from mezzo.errors import ConfigError, MezzoError, RunFailed
 from mezzo.method import noise
 from mezzo.types import Probe, Update
 
@@ -83,8 +84,7 @@ class UploadedLora(LoraFactors):
 
     def _recipes(self, probes: Sequence[Probe], replica: Replica) -> list[AdapterTensors | None]:
         unsent, self._unsent[replica] = self._unsent[replica], []
-        trained = {t.name: self.population.value(t.name).clone() for t in self.facts.trained}
-        values = trained | dict(self.population.frozen) if unsent is None else None
+        values = None if unsent is not None else self._values()
         recipes: list[AdapterTensors | None] = []
         for probe in probes:
             recipe = Recipe(
@@ -97,6 +97,10 @@ class UploadedLora(LoraFactors):
             recipes.append(encode_recipe(recipe, values))
             unsent, values = [], None  # the first has brought the server to this step
         return recipes
+
+    def _values(self) -> dict[str, Tensor]:
+        trained = {t.name: self.population.value(t.name).clone() for t in self.facts.trained}
+        return trained | dict(self.population.frozen)
 
     def state(self) -> dict[str, Array]:
         return self.arrays()
@@ -179,15 +183,28 @@ class ServerMatrices:
         self.on_servers(lambda replica: write_matrices(replica, self.client, self.base_names[replica], tensors))
 
     def close(self) -> None:
-        """Put the base back into every server, checked by digest."""
+        """Put the base back into every server that was taken over, also one that was lost and is back; checked by digest."""
         self._closed.set()
-        base = read_matrices(self.spec, [t.name for t in self.trained]) if self.base_names else {}
-        self.on_servers(lambda replica: self._give_back(replica, base))
+        if not self.base_names:
+            return
+        base = read_matrices(self.spec, [t.name for t in self.trained])
+        with ThreadPoolExecutor(len(self.base_names)) as threads:
+            problems = list(threads.map(lambda replica: self._give_back(replica, base), self.base_names))
+        if any(problems):
+            raise RunFailed("; ".join(filter(None, problems)))
 
-    def _give_back(self, replica: Replica, base: Mapping[str, Array]) -> None:
-        status = replica.weight_status() if replica in self.base_names else None
-        if status is not None and status.owner == self.client:
-            restore_base(replica, self.client, status, lambda names: {name: base[name] for name in names})
+    def _give_back(self, replica: Replica, base: Mapping[str, Array]) -> str:
+        """Why a server could not be put back; empty if it holds the base."""
+        if not replica.is_there(SHORT_LOOK):
+            return f"{replica.url} does not answer"
+        replica.expected_version = ""  # a lost server may have been given another name
+        try:
+            status = replica.weight_status()
+            if status is not None and status.owner == self.client:
+                restore_base(replica, self.client, status, lambda names: {name: base[name] for name in names})
+        except MezzoError as error:
+            return str(error)
+        return ""
 
     def _write(self, replica: Replica, updates: Sequence[Update], version: str) -> None:
         order = Order(
