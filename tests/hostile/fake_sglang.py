@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from mezzo.engines.sglang.server.loader import STATUS
+
 INFO = {
     "version": "0.5.23",
     "model_path": "served/model",
@@ -59,6 +61,8 @@ class FakeServer(ThreadingHTTPServer):
         self.model = model
         self.change: Callable[[str, bytes], tuple[int, dict[str, str], bytes]] = lambda path, data: (200, {}, data)
         self.api_key = ""
+        self.loader: dict[str, Any] = {}
+        """What mezzo's loader beside the server answers to a question; without it, there is none."""
         self.requests: list[tuple[str, str | None]] = []
 
     @property
@@ -73,6 +77,10 @@ class FakeServer(ThreadingHTTPServer):
             return INFO
         if path == "/model_info":
             return {"weight_version": "default"}
+        if path == "/get_weights_by_name" and self.loader:
+            return [float(byte) for byte in json.dumps(self.loader[body["name"].split()[0]]).encode()]
+        if path == "/update_weights_from_tensor" and self.loader:  # as if it had carried out the order
+            self.loader[STATUS][0]["version"] = body["weight_version"]
         if path != "/generate":
             return {"success": True}
         count = len(body["input_ids"])

@@ -254,7 +254,7 @@ def test_generated_tokens_match_torch_engine(engines):
         assert a[:stop] == b[:stop]
 
 
-def test_plugin_adds_one_method_and_changes_nothing_else(engines):
+def test_plugin_adds_one_method_to_the_scheduler_and_changes_none(engines):
     """SGLang loads it wherever mezzo is installed, so it must be inert."""
     from sglang.srt.managers.scheduler import Scheduler
 

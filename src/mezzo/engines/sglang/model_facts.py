@@ -17,6 +17,7 @@ from mezzo.engines.sglang.support import TRAINABLE_SPACES, refuse_architecture, 
 from mezzo.engines.torch import catalog
 from mezzo.engines.torch.initial_values import initial_lora_factor, untrained_partners
 from mezzo.engines.torch.loading import load_model
+from mezzo.errors import ModelError
 from mezzo.method.space import select
 from mezzo.types import Readout, TrainedTensor
 
@@ -118,7 +119,10 @@ def read_matrices(spec: EngineSpec, names: Sequence[str]) -> dict[str, Array]:
     """The checkpoint's own values of some matrices."""
     dtype = getattr(torch, spec.dtype)
     model = load_model(spec.model, spec.family, seed=spec.seed, dtype=dtype, remote_code=spec.remote_code)
-    return {name: to_numpy(model.get_parameter(name)) for name in names}
+    matrices = {name: parameter for name, parameter in model.named_parameters() if parameter.ndim == 2}
+    if unknown := next((name for name in names if name not in matrices), ""):
+        raise ModelError(f"{spec.model} has no matrix {unknown!r}, which a server says was changed: restart the server")
+    return {name: to_numpy(matrices[name]) for name in names}
 
 
 def mask_token_of(spec: EngineSpec) -> int:

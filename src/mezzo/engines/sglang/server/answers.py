@@ -10,6 +10,7 @@ from mezzo.engines.sglang.module_names import ENCODER
 
 MAX_RANKS = 1024
 DISAGREE = "the ranks disagree"
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +125,7 @@ def parse_digests(answer: Any) -> list[PartDigest]:
             _text(name),
             (_place(rows[0]), _place(rows[1])),
             (_place(cols[0]), _place(cols[1])),
-            _text(dtype),
+            _choice(dtype, DTYPES),
             _text(digest),
         )
         for rank in parse_loader_answer(answer)
@@ -167,6 +168,12 @@ def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > 4096:
         raise TypeError(f"{str(value)[:40]!r} is not a name")
     return value
+
+
+def _choice(value: Any, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise ValueError(f"{str(value)[:40]!r} is none of {', '.join(choices)}")
+    return str(value)
 
 
 def _place(value: Any) -> int:

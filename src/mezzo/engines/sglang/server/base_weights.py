@@ -63,8 +63,8 @@ def check_digests(replica: Replica, matrices: Mapping[str, Array]) -> None:
     import torch
 
     parts = replica.digests()
-    if missing := sorted(set(matrices) - {part.name for part in parts}):
-        raise replica.failure(f"the server at {replica.url} says nothing of {missing[0]}")
+    if other := sorted(set(matrices) ^ {part.name for part in parts}):
+        raise replica.failure(f"the server at {replica.url} names other matrices than the run: {other[0]}")
     for part in parts:
         values = to_tensor(matrices[part.name])[slice(*part.rows), slice(*part.cols)]
         if digest_part(values.to(getattr(torch, part.dtype))) != part.digest:

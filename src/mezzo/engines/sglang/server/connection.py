@@ -88,11 +88,12 @@ def _watch(connection: http.client.HTTPConnection, still_there: Callable[[], boo
     try:
         yield
     except (OSError, ValueError, http.client.HTTPException):
-        if gone.is_set():
-            raise TimeoutError("it stopped answering") from None
-        raise
+        if not gone.is_set():
+            raise
     finally:
         done.set()
+    if gone.is_set():
+        raise TimeoutError("it stopped answering")
 
 
 def read_answer(data: bytes, parse: Callable[[Any], T]) -> T:
