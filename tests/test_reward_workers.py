@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from mezzo.evaluation.reward_workers import Failure, RewardWorkers
+from mezzo.config import OPTIONS
+from mezzo.evaluation.reward_calls import Failure
+from mezzo.evaluation.reward_workers import RewardWorkers
+from mezzo.types import LARGEST_REWARD
+from tests.processes import reset_signals, wait_until
 
 
 def reward(completion):
@@ -68,3 +77,112 @@ def test_functions_may_be_closures_and_return_several_rewards_or_none():
     assert workers([{"completions": ["a", "bc"]}]) == [[4.0, 5.0]]
     (found,) = RewardWorkers(lambda completion: float("nan"))(calls("a"))
     assert found == Failure("error", "it returned a reward that is not a finite number")
+
+
+@pytest.mark.parametrize("value", [0.5, np.array(0.5), np.float32(0.5), torch.tensor(0.5), [0.5], np.array([0.5])])
+def test_numbers_of_all_libraries_are_rewards(value):
+    assert RewardWorkers(lambda completion: value)(calls("a")) == [[0.5]]
+
+
+def test_lists_arrays_tensors_and_generators_are_rewards_of_a_batch():
+    batch = [{"completions": ["a", "bc"]}]
+    for made in (np.array, torch.tensor, tuple, lambda values: (value for value in values)):
+        assert RewardWorkers(lambda completions, made=made: made([1, 2]))(batch) == [[1.0, 2.0]]
+
+
+@pytest.mark.parametrize("value", ["5", "0.5", b"1", {"reward": 1}, None, ["5"], [[1, 2]], 1j])
+def test_what_is_no_number_is_refused_by_its_type(value):
+    (found,) = RewardWorkers(lambda completion: value)(calls("a"))
+    kind = type(value[0] if isinstance(value, list) else value).__name__
+    assert found == Failure("error", f"it returned a value of type {kind}, and a reward is a number")
+
+
+@pytest.mark.parametrize("value", [1e200, -1e200, 1_000_001, 10**400], ids=["1e200", "-1e200", "1e6+1", "1e400"])
+def test_rewards_that_are_too_large_to_compute_with_fail(value):
+    (found,) = RewardWorkers(lambda completion: value)(calls("a"))
+    assert found.kind == "too large" and "beyond ±1,000,000: scale it down" in found.text
+    assert RewardWorkers(lambda completion: -1e6)(calls("a")) == [[-1e6]]
+    assert OPTIONS["failed_reward"].at_most == LARGEST_REWARD
+
+
+class Silent(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+def fail(completion):
+    if completion == "exit":
+        sys.exit(3)
+    raise {"silent": Silent(), "lines": ValueError("one\n  two\nthree"), "empty": ValueError()}[completion]
+
+
+def test_failures_are_told_as_what_they_are_on_one_line():
+    texts = [
+        found.text.partition(" (test")[0] for found in RewardWorkers(fail)(calls("exit", "silent", "lines", "empty"))
+    ]
+    assert texts == ["SystemExit: 3", "Silent: its message cannot be shown", "ValueError: one two three", "ValueError"]
+
+
+def test_function_prints_to_standard_error_and_reads_nothing(capfd):
+    def chatty(completion):
+        print("python", end="", flush=True)
+        subprocess.run(["echo", "shell"], check=True)
+        return len(sys.stdin.read()) + len(subprocess.run(["cat"], capture_output=True, check=True).stdout)
+
+    assert RewardWorkers(chatty)(calls("a")) == [[0.0]]
+    shown = capfd.readouterr()
+    assert "shell" in shown.err and not shown.out
+
+
+def start_and_wait(completion):
+    """Note the numbers of this process and of one that it starts, then wait."""
+    started = subprocess.Popen(["sleep", "600"])
+    Path(os.environ["MARK"]).write_text(f"{os.getpid()} {started.pid}")
+    started.wait()
+
+
+def is_alive(pid):
+    """A zombie, which nobody has waited for, is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def noted_processes(path):
+    wait_until(lambda: path.exists() and len(path.read_text().split()) == 2)
+    return [int(pid) for pid in path.read_text().split()]
+
+
+def test_time_out_ends_what_the_function_has_started(tmp_path, monkeypatch):
+    monkeypatch.setenv("MARK", str(mark := tmp_path / "mark"))
+    workers = RewardWorkers(start_and_wait, seconds=1.0)
+    assert workers(calls("a"))[0].kind == "time-out"
+    wait_until(lambda: not any(map(is_alive, noted_processes(mark))))
+    workers.close()
+
+
+@pytest.mark.parametrize("killed", ["run", "its group", "supervisor", "ctrl-c"])
+def test_nothing_outlives_the_run(killed, tmp_path):
+    """Also in the middle of a call: the run alone is killed, or together with the supervisor, or the supervisor alone."""
+    code = (
+        "from tests.test_reward_workers import *\n"
+        "workers = RewardWorkers(start_and_wait, seconds=600)\n"
+        f"open({str(tmp_path / 'supervisor')!r}, 'w').write(f'0 {{workers.start()[0]}}')\n"
+        "workers(calls('a'))"
+    )
+    environment = {**os.environ, "MARK": str(tmp_path / "mark")}
+    run = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, start_new_session=True, preexec_fn=reset_signals
+    )
+    pids = noted_processes(tmp_path / "mark")
+    (_, supervisor) = noted_processes(tmp_path / "supervisor")
+    if killed == "supervisor":
+        os.kill(supervisor, signal.SIGKILL)
+        (tmp_path / "mark").unlink(missing_ok=True)  # the call is made again
+        wait_until(lambda: not any(map(is_alive, pids)))
+        pids += noted_processes(tmp_path / "mark")
+    end = os.kill if killed == "run" else os.killpg
+    end(run.pid, signal.SIGINT if killed == "ctrl-c" else signal.SIGKILL)
+    run.wait(timeout=20)
+    wait_until(lambda: not any(map(is_alive, (*pids, supervisor))))

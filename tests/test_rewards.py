@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +64,7 @@ def test_best_checkpoint_export_and_report_follow_the_reward(habit, tmp_path):
     adapter = load_file(mezzo.export(run.out, "adapter", tmp_path / "adapter") / "adapter_model.safetensors")
     assert max(np.abs(tensor).max() for name, tensor in adapter.items() if "lora_B" in name) > 0
     card = (tmp_path / "adapter" / "README.md").read_text()
+    assert f"after {run.best_step} steps of evolution strategies" in card
     page = mezzo.report(run.out, out=tmp_path / "page.html").read_text()
     assert run.corrected > run.broken and all(len(row["rewards"]) == 2 for row in run.examples)
     assert f"Training improved {run.corrected} answers" in page and "wrong" not in str(run.examples)
@@ -112,11 +116,19 @@ def test_failures_are_counted_and_shown_and_the_run_goes_on(tmp_path, capsys, mo
     shown = capsys.readouterr()
     assert "(error): ZeroDivisionError: division by zero (fragile.py, line 5)" in shown.err
     assert "(time-out): it took more than 0.2 s. Its text has the reward -1" in shown.err
-    assert "failed rewards         12 of 16 texts" in shown.out
+    assert "failed rewards         12 of 16 texts, and 3 of dev" in shown.out
+    assert "zero-shot reward -0.5 (n=4, 3 failed rewards)" in shown.err
+    assert "dev reward -0.5, 3 failed rewards  held-out perplexity" in shown.err
     assert [record.losses for record in api.records(out)] == [(0.5, 0.5)] * 2
     with pytest.raises(ConfigError, match="name it again to resume: --objective fragile:reward"):
         mezzo.finetune(resume=out, steps=3)
-    assert mezzo.finetune(resume=out, steps=3, objective="fragile:reward").failed_rewards == 18
+    resumed = mezzo.finetune(resume=out, steps=3, objective="fragile:reward")
+    assert (resumed.failed_rewards, resumed.failed_test_rewards) == (18, 3)
+    again = [str(out), "--data", str(data), "--objective", "fragile:reward", "--reward-seconds", "0.2", "--json"]
+    assert main(["eval", *again]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["failed"] == 3 and "on 4 examples, 3 failed rewards" in shown.err
+    assert "a call of the reward failed (error): ZeroDivisionError: division by zero (fragile.py, line 5)" in shown.err
 
 
 def test_batched_rewards_answers_and_draws(tmp_path):
@@ -192,8 +204,9 @@ def test_killing_the_run_and_its_reward_processes_loses_nothing(tmp_path):
 
 
 def test_decay_pulls_towards_the_base_model(tmp_path):
+    rows = [{**row, "answers": ["ran"]} for row in ROWS[:4]]
     session = mezzo.open_session(
-        LLAMA, **QUICK, train=ROWS[:4], dev=ROWS[:4], objective="exact_match", out=str(tmp_path / "r"), steps=1
+        LLAMA, **QUICK, train=rows, dev=rows, objective="exact_match", out=str(tmp_path / "r"), steps=1
     )
     decaying = {tensor.kind: tensor.decay for tensor in session.engine.trained}
     session.close()
@@ -241,3 +254,91 @@ def test_what_cannot_be_trained_on_a_reward_is_refused(tmp_path):
     with pytest.raises(DataError, match="no column 'answers'"):
         mezzo.finetune(LLAMA, **QUICK, train=ROWS, out=str(tmp_path / "r"))
     assert not (tmp_path / "r").exists()
+
+
+def takes_text(text):
+    return 1.0
+
+
+def takes_two(text, row):
+    return 1.0
+
+
+def needs_more(completion, reference):
+    return 1.0
+
+
+def always_fails(completion, row):
+    return row["missing"]
+
+
+def huge(completion):
+    return 1e200 * (1 + len(completion))
+
+
+def test_functions_that_cannot_be_called_are_refused_before_the_run(tmp_path):
+    data = {"train": ROWS[:20], "out": str(tmp_path / "r")}
+    no_task = {name: value for name, value in QUICK.items() if name != "task"}
+    expected = "has a parameter 'completion', or 'completions' for all texts"
+    with pytest.raises(ConfigError, match=r"takes \(text\). A reward of generated text " + expected):
+        mezzo.finetune(LLAMA, **no_task, **data, objective=takes_text)
+    for options in (QUICK, no_task):
+        with pytest.raises(DataError, match=expected):
+            mezzo.finetune(LLAMA, **options, **data, objective=takes_two)
+    with pytest.raises(ConfigError, match="needs 'reference', which nobody gives it"):
+        mezzo.finetune(LLAMA, **QUICK, **data, objective=needs_more)
+    with pytest.raises(ConfigError, match="needs 'completion', which nobody gives it"):
+        mezzo.finetune(LLAMA, **QUICK, **data, objective=lambda completion, completions: [])
+    for named in ("f1", "exact_match"):
+        with pytest.raises(DataError, match="no column 'answers'"):
+            mezzo.finetune(LLAMA, **QUICK, **data, objective=named)
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(("function", "reason"), [(always_fails, "KeyError: 'missing'"), (huge, "the reward 1e+20")])
+def test_verdict_says_that_all_rewards_failed_and_why(function, reason, tmp_path):
+    sizes = {"steps": 1, "samples": 1, "batch_size": 2, "eps": 0.01, "eval_limit": 2}
+    run = mezzo.finetune(LLAMA, **QUICK, **sizes, train=ROWS[:20], objective=function, out=str(tmp_path / "r"))
+    assert run.failed_rewards == run.example_forwards == 4
+    assert run.verdict.startswith("no rewards: every call of the reward failed") and "--lr" not in run.verdict
+    assert run.verdict.count("\n") == 0 and (reason in run.verdict or "scale it down" in run.verdict)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"demonstrations": 2}, "18 of 18 training examples have none: leave out --demonstrations"),
+        ({"k": 4}, "--k 4 needs 8 rows with a right answer.* there are 0: take --train-limit"),
+        ({"method": "solve"}, "use --method es"),
+        ({"lr": "auto"}, "--lr auto follows the slopes of a loss, and a reward has none"),
+        ({"method": "spsa", "lr": "auto"}, "--lr auto follows the slopes of a loss"),
+        ({"method": "spsa", "shaping": "rank"}, "--method spsa has no --shaping, which is for --method es"),
+    ],
+)
+def test_options_that_do_not_go_with_rewards_are_refused(options, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        mezzo.finetune(LLAMA, **QUICK, **options, train=ROWS[:20], objective=commas, out=str(tmp_path / "r"))
+    with pytest.raises(ConfigError, match="--method spsa has no --shaping"):
+        mezzo.finetune(LLAMA, task="questions", shaping="rank", out=str(tmp_path / "r"))
+
+
+@pytest.mark.slow
+def test_command_line_tells_rewards_from_losses(tmp_path):
+    """A process of its own, since what it says first depends on whether torch is loaded; there is no SGLang here."""
+    if importlib.util.find_spec("sglang"):
+        pytest.skip("SGLang is installed")
+    (tmp_path / "own.py").write_text("def length(completion):\n    return len(completion)\n")
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:20]))
+    train = ["train", "--model", LLAMA, "--train", "data.jsonl", "--objective", "own:length"]
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "mezzo", *arguments]
+        found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        return found.returncode, found.stderr.splitlines()
+
+    code, (announced, error) = run(*train, "--engine", "sglang")
+    assert code == 2 and "by rewards of generated text" in announced and "SGLang, which is not installed" in error
+    assert run(*train, "--method", "solve")[1][-1].endswith("a reward of generated text has none: use --method es")
+    evaluation = ["eval", "--model", LLAMA, "--objective", "own:length", "--data", "data.jsonl", "--eval-limit", "2"]
+    code, (assumed, *_) = run(*evaluation)
+    assert code == 0 and assumed.startswith("no task is named: 'prompts' is assumed")

@@ -60,6 +60,14 @@ def test_no_shaping_follows_the_slopes_as_spsa_does():
 
 
 @pytest.mark.parametrize("shaping", ["zscore", "rank", "none"])
+def test_what_a_prompt_adds_to_all_members_changes_nothing(shaping):
+    """So nothing has to be centred per prompt."""
+    values, added = np.round(rewards_of(), 3), np.array([-3.0, 8.0])[:, None]
+    first, second = (make_es(shaping).conclude(0, Rewards(each)).update.terms for each in (values, values + added))
+    np.testing.assert_allclose([coef for _, coef in first], [coef for _, coef in second], rtol=1e-6)
+
+
+@pytest.mark.parametrize("shaping", ["zscore", "rank", "none"])
 def test_equal_rewards_move_nothing_but_decay(shaping):
     update = make_es(shaping, decay=0.1).conclude(0, Rewards(np.ones((6, 2, 1)))).update
     assert all(coef == 0 for _, coef in update.terms) and update.keep == np.float32(1 - 0.1 * RATE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from mezzo.tasks import bundled_data, get_task, load_examples
@@ -17,6 +19,22 @@ def test_problems_follow_from_the_seed_and_are_all_different():
     assert bundled_data("countdown", "test") == splits["test"] != make_rows("test", seed=1)
     (example, *_) = load_examples(splits["dev"], get_task("countdown", "causal"), labelled=False)
     assert splits["dev"][0]["target"] in get_task("countdown").render(example)
+
+
+def test_no_habit_solves_many_problems():
+    """One expression for all problems, of the numbers as they are given or by size."""
+    rows = make_rows("test")
+    assert not any(reward(row["numbers"].replace(" ", sign), row) == 1 for row in rows for sign in "+*")
+    forms = [
+        form.format(*places)
+        for places in itertools.permutations(["{0}", "{1}", "{2}"])
+        for first, second in itertools.product("+-*", repeat=2)
+        for form in (f"({{}} {first} {{}}) {second} {{}}", f"{{}} {first} ({{}} {second} {{}})")
+    ]
+    for order, form in itertools.product((list, sorted), forms):
+        given = [order(map(int, row["numbers"].split())) for row in rows]
+        solved = [reward(form.format(*numbers), row) == 1 for numbers, row in zip(given, rows, strict=True)]
+        assert sum(solved) < 0.1 * len(rows) == 50, form
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mezzo.engines.base import Engine, FeatureEngine
 from mezzo.errors import ConfigError, DataError, ModelError
-from mezzo.evaluation.figures import describe_loss, format_figure
+from mezzo.evaluation.figures import describe_failed, describe_loss, format_figure, is_reward_metric
 from mezzo.evaluation.linear_probe import probe_scores
 from mezzo.evaluation.rewards import LINE_END, Decode, RewardObjective, exact_match, read_texts, text_f1
 from mezzo.method import noise
@@ -27,7 +27,8 @@ Labels = npt.NDArray[np.int64]
 class Evaluation:
     """A model on a set of examples. `metric` names `value`; `interval` is its 95% confidence interval. `calibrated` is the
     value without the prompt's prior; None where the answers are no labels, such as the candidates of a choice. Beside a
-    reward, `accuracy` is the share of texts with a reward of at least 1, and `loss` that of a held-out text."""
+    reward, `accuracy` is the share of texts with a reward of at least 1, `loss` that of a held-out text, and `failed` the number
+    of texts whose reward could not be computed."""
 
     metric: str
     value: float
@@ -36,13 +37,16 @@ class Evaluation:
     loss: float
     n: int
     calibrated: float | None
+    failed: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__} | {"interval": list(self.interval)}
+        """The figures by name; those of rewards have `failed`."""
+        names = [name for name in self.__slots__ if name != "failed" or is_reward_metric(self.metric)]
+        return {name: getattr(self, name) for name in names} | {"interval": list(self.interval)}
 
     def __str__(self) -> str:
         value, low, high = (format_figure(figure, self.metric) for figure in (self.value, *self.interval))
-        return f"{self.metric} {value} [{low}, {high}] on {self.n} examples"
+        return f"{self.metric} {value} [{low}, {high}] on {self.n} examples{describe_failed(self.failed)}"
 
     def __repr__(self) -> str:
         calibrated = "" if self.calibrated is None else f", calibrated {self.calibrated:.1%}"
@@ -142,10 +146,11 @@ def evaluate_rewards(engine: Engine, batch: Batch, objective: RewardObjective, h
         raise DataError("there are no examples to evaluate")
     loss = float(cross_entropy(engine.score(held_out, [Probe()]), held_out)[0])
     texts = read_texts(engine.generate(batch, [Probe()], objective.generation), objective.decode, objective.stop)
-    rewards = objective.reward_texts(texts, batch.prompts).values[0]
+    rewarded = objective.reward_texts(texts, batch.prompts)
+    (rewards,), failed = rewarded.values, rewarded.failed
     values = rewards.mean(axis=1)
-    solved = float((rewards >= 1).mean())
-    found = Evaluation(objective.name, float(values.mean()), mean_interval(values), solved, loss, len(values), None)
+    mean, solved = float(values.mean()), float((rewards >= 1).mean())
+    found = Evaluation(objective.name, mean, mean_interval(values), solved, loss, len(values), None, failed)
     right = tuple((rewards[:, 0] >= 1).tolist())
     return DetailedEvaluation(found, right, None, tuple(drawn[0] for drawn in texts[0]), tuple(values.tolist()))
 

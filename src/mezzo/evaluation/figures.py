@@ -22,3 +22,8 @@ def describe_loss(loss: float, metric: str, prefix: str = "") -> str:
     if is_reward_metric(metric):
         return f"held-out perplexity {math.exp(min(loss, 700)):.4g}"
     return f"{prefix}loss {loss:.4f}"
+
+
+def describe_failed(failed: float) -> str:
+    """What follows a mean reward where some texts have none of their own."""
+    return f", {failed:.0f} failed reward{'s' * (failed > 1)}" if failed else ""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
+from pathlib import Path
 from typing import Any
 
 from mezzo.errors import DataError
 from mezzo.types import Batch, Prompt, Readout
+from mezzo.untrusted import read_first_bytes
 
 # Tokens of a piece, and pieces at most: enough to see forgetting, and cheap beside generation.
 PIECE, MAX_PIECES = 64, 64
+# Bytes of a file that are read: more than these tokens have.
+MAX_BYTES = 100 * PIECE * MAX_PIECES
 
 
 def held_out_batch(tokenizer: Any, path: str | None, longest: int) -> Batch:
@@ -16,9 +21,10 @@ def held_out_batch(tokenizer: Any, path: str | None, longest: int) -> Batch:
     text = HELD_OUT_TEXT
     if path is not None:
         try:
-            with open(path, encoding="utf-8") as file:
-                text = file.read(100 * PIECE * MAX_PIECES)
-        except (OSError, UnicodeDecodeError) as error:
+            # A decoder, because the last character may be cut.
+            text = codecs.getincrementaldecoder("utf-8")().decode(read_first_bytes(Path(path), MAX_BYTES))
+            text = text.replace("\r\n", "\n")
+        except (OSError, ValueError) as error:
             raise DataError(f"--held-out {path} cannot be read as UTF-8 text: {error}") from None
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     size = min(PIECE, longest)

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from mezzo.engines.base import Continuations
+from mezzo.errors import ConfigError, LabelError
 from mezzo.evaluation.figures import REWARD
-from mezzo.evaluation.reward_workers import Call, Failure, Outcome, RewardWorkers, call_function
+from mezzo.evaluation.reward_calls import Call, Failure, Outcome, call_function
+from mezzo.evaluation.reward_workers import RewardWorkers
 from mezzo.method.objectives import Losses
 from mezzo.tasks import countdown
 from mezzo.types import Batch, Generation, Probe, Prompt, Question, Rewards
@@ -27,11 +29,42 @@ LINE_END = ("\n",)
 # What a reward may ask for, by the names of its parameters: of one text, or of all of them at once.
 OF_ONE = ("prompt", "completion", "row", "answers")
 OF_ALL = ("prompts", "completions", "rows", "answers")
+EXPECTED = "A reward of generated text has a parameter 'completion', or 'completions' for all texts at once"
 
 
 def is_reward(objective: Any) -> bool:
     """Whether a function rewards generated text: it has a parameter `completion`, or for all texts at once `completions`."""
     return callable(objective) and bool({"completion", "completions"} & _parameters(objective))
+
+
+def check_function(function: Any) -> None:
+    """Refuse a user's own objective that cannot be called: neither as a reward of texts nor with (scores, batch)."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function that is not written in Python
+        return
+    name = getattr(function, "__name__", type(function).__name__)
+    if not is_reward(function):
+        try:
+            signature.bind("scores", "batch")
+        except TypeError:
+            raise ConfigError(
+                f"objective {name!r} takes {signature}. {EXPECTED}; an objective of scores takes (scores, batch)"
+            ) from None
+        return
+    filled = OF_ALL if "completions" in signature.parameters else OF_ONE
+    for each in signature.parameters.values():
+        named = each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) and each.name in filled
+        if not named and each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
+            raise ConfigError(
+                f"the reward function {name!r} needs {each.name!r}, which nobody gives it: it is called with "
+                f"{', '.join(filled)} by their names. Fields of the data are in {filled[2]}; give other parameters a default"
+            )
+
+
+def explain_no_reward(function: Any, error: LabelError) -> LabelError:
+    """The error with what a function must take: data without labels shows that it may be meant as a reward."""
+    return error if function is None or is_reward(function) else LabelError(f"{error}. {EXPECTED}")
 
 
 def _parameters(function: Reward) -> set[str]:
@@ -52,6 +85,8 @@ def exact_match(completion: str, answers: Sequence[str]) -> float:
 
 # Rewards that `--objective` names. They come with this package and need no processes of their own.
 REWARDS: dict[str, Reward] = {"f1": text_f1, "exact_match": exact_match, "countdown": countdown.reward}
+# Those that compare with right answers, which the data must have.
+COMPARING = (text_f1, exact_match)
 # The names of their means as metrics.
 REWARD_METRICS = (REWARD, *(f"{name} {REWARD}" for name in REWARDS))
 
@@ -84,6 +119,15 @@ class RewardObjective:
     messages: dict[str, str] = field(default_factory=dict, compare=False)
     """The first failure of each kind, in words."""
     on_device: bool = False
+
+    @property
+    def needs_answers(self) -> bool:
+        return self.reward in COMPARING
+
+    def close(self) -> None:
+        """End the processes of the reward."""
+        if self.workers:
+            self.workers.close()
 
     def question(self, batch: Batch, probes: tuple[Probe, ...]) -> Question:
         return Question(batch, probes, self.generation)

@@ -35,7 +35,7 @@ def rank_shares(values: Values) -> Values:
     return (lower + (equal - 1) / 2) / max(1, len(values) - 1) - 0.5
 
 
-# From the centred rewards[member, prompt] to those that count. What follows divides by the spread of the members.
+# From rewards[member, prompt] to those that count. What follows divides by the spread of the members.
 SHAPINGS: dict[str, Callable[[Values], Values]] = {
     "zscore": lambda rewards: rewards,
     "rank": rank_shares,
@@ -45,9 +45,9 @@ SHAPINGS: dict[str, Callable[[Values], Values]] = {
 
 @dataclass(frozen=True)
 class EvolutionStrategies:
-    """Rewards are centred per prompt over the population and shaped; each direction is then weighted by half the difference of
-    its pair. `zscore` and `rank` divide by the standard deviation of the population, so that --lr means the same for every
-    reward; `none` follows the plain slopes, as SPSA does."""
+    """Rewards are shaped, and each direction is weighted by half the difference of its pair. What a prompt adds to all members
+    alike, because it is easy, say, is not in the difference. `zscore` and `rank` divide by the standard deviation of the
+    population, so that --lr means the same for every reward; `none` follows the plain slopes, as SPSA does."""
 
     objective: TextObjective
     estimator: Spsa
@@ -78,10 +78,9 @@ class EvolutionStrategies:
 
     def _weigh(self, probes: tuple[Probe, ...], values: Values) -> tuple[Slope, ...]:
         """Descent goes along minus the weight, so a better + member has a negative one."""
-        centred = values - values.mean(axis=0)
-        fitness = SHAPINGS[self.shaping](centred).mean(axis=1)
+        fitness = SHAPINGS[self.shaping](values).mean(axis=1)
         spread = float(fitness.std())
-        scaled = (fitness - fitness.mean()) / spread if spread > 0 else np.zeros_like(fitness)
+        scaled = fitness / spread if spread > 0 else np.zeros_like(fitness)
         pairs = zip(probes[::2], scaled[::2], scaled[1::2], strict=True)
         return tuple(Slope(plus.terms[0][0], -(float(up) - float(down)) / 2) for plus, up, down in pairs)
 

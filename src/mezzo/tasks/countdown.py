@@ -3,35 +3,70 @@
 from __future__ import annotations
 
 import ast
+import itertools
+import math
 import random
 import re
 import warnings
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 # Problems by split, all different.
 SIZES = {"train": 2000, "dev": 100, "test": 500}
+# Numbers of a problem, the smallest and the largest of them, and the largest target.
+COUNT, NUMBERS, LARGEST = 3, (1, 20), 99
+# The largest share of a split that one expression, such as `a + b - c`, solves.
+MOST_SOLVED = 0.08
 SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 # Of an expression that is right but for its value.
 CLOSE = 0.1
 LONGEST = 200
 
 
-def make_rows(split: str, seed: int = 0, count: int = 3) -> list[dict[str, str]]:
-    """The problems of a split: `count` numbers and a target that they reach."""
-    generator, rows = random.Random(f"countdown/{seed}/{count}"), dict[str, dict[str, str]]()
-    while len(rows) < sum(SIZES.values()):
-        numbers = [generator.randint(1, 20) for _ in range(count)]
-        value, mixed = Fraction(numbers[0]), list(numbers)
-        for number in numbers[1:]:
-            value = _apply(generator.choice("+-*"), value, Fraction(number))
-        generator.shuffle(mixed)
-        row = {"numbers": " ".join(map(str, mixed)), "target": str(value)}
-        if 0 < value < 100:
-            rows[f"{sorted(mixed)} {value}"] = row
-    start = {"train": 0, "dev": SIZES["train"], "test": SIZES["train"] + SIZES["dev"]}[split]
-    return list(rows.values())[start : start + SIZES[split]]
+def make_rows(split: str, seed: int = 0) -> list[dict[str, str]]:
+    """The problems of a split: numbers and a target that they reach."""
+    return [dict(row) for row in _make_splits(seed)[split]]
+
+
+@cache
+def _make_splits(seed: int) -> dict[str, list[dict[str, str]]]:
+    """A model must not be rewarded for a habit: no target is the plain sum or product, and no one expression of the numbers,
+    as they are given or by size, solves many problems of a split."""
+    generator, known = random.Random(f"countdown/{seed}"), set[tuple[int, ...]]()
+    splits: dict[str, list[dict[str, str]]] = {split: [] for split in SIZES}
+    for split, rows in splits.items():
+        solved = Counter[tuple[str, int]]()
+        while len(rows) < SIZES[split]:
+            numbers = [generator.randint(*NUMBERS) for _ in range(COUNT)]
+            values = _values(numbers)
+            targets = {value for value in values if 0 < value <= LARGEST} - {sum(numbers), math.prod(numbers)}
+            if not targets:
+                continue
+            target = generator.choice(sorted(targets))
+            problem = (*sorted(numbers), target)
+            orders = {"given": values, "by size": _values(sorted(numbers))}
+            right = [(order, at) for order, found in orders.items() for at, v in enumerate(found) if v == target]
+            if problem not in known and all(solved[each] < MOST_SOLVED * SIZES[split] for each in right):
+                known.add(problem)
+                solved.update(right)
+                rows.append({"numbers": " ".join(map(str, numbers)), "target": str(target)})
+    return splits
+
+
+def _values(numbers: Sequence[int]) -> list[int]:
+    """The values of all expressions of the numbers, each used once, with + - and *; always in the same order of expressions."""
+    if len(numbers) == 1:
+        return list(numbers)
+    found = []
+    for first, second in itertools.permutations(range(len(numbers)), 2):
+        a, b = numbers[first], numbers[second]
+        others = [number for place, number in enumerate(numbers) if place not in (first, second)]
+        for value in (a + b, a - b, a * b):
+            found += _values([value, *others])
+    return found
 
 
 def reward(completion: str, row: Mapping[str, Any]) -> float:

@@ -7,7 +7,7 @@ import random
 import zlib
 from collections.abc import Sequence
 
-from mezzo.errors import TaskError
+from mezzo.errors import ConfigError, TaskError
 from mezzo.tasks import templates
 from mezzo.tasks.task import Task
 from mezzo.types import Example
@@ -52,6 +52,11 @@ class InContextExamples:
         if count > len(pool):
             raise TaskError(
                 f"{count} demonstrations of {len(pool)} training examples; give more data, or ask for fewer"
+            )
+        if unsolved := sum(each.label < 0 for each in pool):
+            raise ConfigError(
+                f"demonstrations show right answers, and {unsolved:,} of {len(pool):,} training examples have none: leave out "
+                "--demonstrations, or such examples with --skip-unlabelled"
             )
         self.task, self.pool, self.count, self.seed = task, pool, count, seed
 
