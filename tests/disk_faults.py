@@ -1,11 +1,12 @@
 """A disk that fails: a short run is killed at, or gets an error from, each of its file operations in turn.
 
-The suite tries a part of them. All of them, about ten minutes: `python -m tests.disk_faults`.
+The suite tries a part of them. All of them, about twenty minutes: `python -m tests.disk_faults`.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
 import shutil
@@ -18,9 +19,39 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-CALLS = ("open", "write", "fsync", "ftruncate", "rename", "replace", "unlink", "mkdir", "listdir", "io.open")
+# The calls by which Python reaches files, by module. What a file object does (io.open) is counted as calls of its own.
+CALLS = {
+    os: ("open", "close", "pread", "read", "write", "lseek", "fsync", "ftruncate", "stat", "lstat", "fstat")
+    + ("rename", "replace", "unlink", "mkdir", "listdir"),
+    io: ("open",),
+    fcntl: ("flock",),
+}
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.EMFILE)
 KILLED, REFUSED, TRACEBACK = 9, 2, 3
+
+
+class FaultyFile(io.FileIO):
+    """A file that is read by a buffer."""
+
+    disk: FaultyDisk
+
+    def readinto(self, buffer: Any) -> int:
+        self.disk.count("io.read")
+        return super().readinto(buffer)
+
+    def readall(self) -> bytes:
+        self.disk.count("io.read")
+        return super().readall()
+
+    def seek(self, place: int, start: int = 0) -> int:
+        self.disk.count("io.seek")
+        return super().seek(place, start)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.disk.forget(self.fileno())
+            super().close()  # also where the call fails
+            self.disk.count("io.close")
 
 
 @dataclass
@@ -34,28 +65,52 @@ class FaultyDisk:
     _files: set[int] = field(default_factory=set)
 
     def install(self) -> None:
-        for name in CALLS:
-            module = io if name == "io.open" else os
-            call = name.rpartition(".")[2]
-            setattr(module, call, self._wrap(name, getattr(module, call)))
+        for module, names in CALLS.items():
+            for name in names:
+                wrap = self._wrap_open if module is io else self._wrap
+                setattr(module, name, wrap(name, getattr(module, name)))
 
     def _wrap(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(target: Any = ".", *rest: Any, **named: Any) -> Any:
             if not self._is_inside(target):
                 return real(target, *rest, **named)
-            self.log.append(name)
-            if len(self.log) - 1 == self.at:
-                if name == "write":  # a part of it arrives
-                    real(target, bytes(rest[0])[: len(rest[0]) // 2])
-                if self.error is None:
-                    os._exit(KILLED)
-                raise OSError(self.error, os.strerror(self.error))
+            if name == "close":
+                self._files.discard(target)
+            if name == "write":  # a part of it arrives
+                self.count(name, lambda: real(target, bytes(rest[0])[: len(rest[0]) // 2]))
+            else:
+                self.count(name, lambda: real(target) if name == "close" and self.error else None)
             result = real(target, *rest, **named)
             if name == "open":
                 self._files.add(result)
             return result
 
         return call
+
+    def _wrap_open(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(target: Any, mode: str = "r", *rest: Any, **named: Any) -> Any:
+            if not self._is_inside(target):
+                return real(target, mode, *rest, **named)
+            assert mode == "rb", "files of a run are written by descriptors"
+            self.count("io.open")
+            file = FaultyFile(target)
+            file.disk = self
+            self._files.add(file.fileno())
+            return io.BufferedReader(file)
+
+        return call
+
+    def count(self, name: str, before: Callable[[], Any] = lambda: None) -> None:
+        """A call of the run; the one that fails does something before."""
+        self.log.append(name)
+        if len(self.log) - 1 == self.at:
+            before()
+            if self.error is None:
+                os._exit(KILLED)
+            raise OSError(self.error, os.strerror(self.error))
+
+    def forget(self, file: int) -> None:
+        self._files.discard(file)
 
     def _is_inside(self, target: Any) -> bool:
         if isinstance(target, int):
@@ -70,6 +125,7 @@ def train_on(disk: FaultyDisk, options: dict[str, Any], report: Path) -> int:
         child = os.fork()
     if child == 0:
         code, text = TRACEBACK, ""
+        os.dup2(os.open(report.with_suffix(".err"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
         try:
             code, text = _train(disk, options)
         except BaseException:
@@ -117,12 +173,16 @@ class Trial:
     said: str
     digest: str
     leftovers: list[str]
+    errors: str = ""
+    """What was written to standard error, where Python shows what it ignores."""
 
     def problems(self, digest: str) -> Iterator[str]:
         if self.code not in ((KILLED,) if self.error is None else (0, REFUSED)):
             yield f"ended with code {self.code}: {self.said}"
         if self.code == REFUSED and len(self.said.splitlines()) != 1:
             yield f"did not say what happened in one line: {self.said}"
+        if "Traceback" in self.errors:
+            yield f"showed a traceback: {self.errors}"
         if self.digest != digest:
             yield "the next start ended at another digest"
         if self.leftovers:
@@ -156,11 +216,12 @@ class Trials:
         out = self.folder / str(self._count)
         code = train_on(FaultyDisk(out, at, error), self._prepare(out), self.folder / "said")
         said = (self.folder / "said").read_text() if code != KILLED else ""
+        errors = (self.folder / "said.err").read_text(errors="replace")
         try:
             digest = start_again({**self.options, "out": str(out)})
         except Exception as failure:
             digest = f"{type(failure).__name__}: {failure}"
-        return Trial(self.calls[at], at, error, code, said, digest, leftovers(out))
+        return Trial(self.calls[at], at, error, code, said, digest, leftovers(out), errors)
 
 
 def main() -> None:

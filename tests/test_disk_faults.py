@@ -39,6 +39,21 @@ def test_every_kind_of_call_may_fail(trials):
         assert not list(trial.problems(trials.digest)), str(trial)
 
 
+def test_reading_and_closing_at_the_end_may_fail(trials):
+    """After the last step there is a result to be made."""
+    for call, error in (("stat", errno.EIO), ("close", errno.EIO), ("io.read", errno.EIO), ("io.close", errno.EACCES)):
+        for at in [at for at, name in enumerate(trials.calls) if name == call][-2:]:
+            trial = trials.run(at, error)
+            assert not list(trial.problems(trials.digest)), str(trial)
+
+
+def test_beginning_of_a_resume_may_fail(trials, tmp_path):
+    resumes = Trials(trials.options, tmp_path / "resume", begin_run(trials.options, tmp_path / "begun"))
+    for call in ("stat", "flock", "lseek", "pread", "fstat", "io.read", "io.close"):
+        trial = resumes.run(resumes.calls.index(call), errno.EIO)
+        assert not list(trial.problems(trials.digest)), str(trial)
+
+
 def test_resume_may_be_killed_and_its_calls_may_fail(trials, tmp_path):
     resumes = Trials(trials.options, tmp_path / "resume", begin_run(trials.options, tmp_path / "begun"))
     assert resumes.digest == trials.digest

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from mezzo.errors import JournalError
 from mezzo.journal.atomic_files import explain_os_errors, write_atomically
 from mezzo.journal.content import Content, Records
-from mezzo.journal.header import parse_header
+from mezzo.journal.header import Header, parse_header
 from mezzo.method.noise import step_seed
 from mezzo.types import StepRecord, Update
-from mezzo.untrusted import read_bytes
+from mezzo.untrusted import parse_json
 
 MAGIC = b"mezzo-journal-2\n"
 MAX_HEADER = 64 * 2**20  # bytes after decompression; the file may come from anybody
@@ -26,7 +27,12 @@ MAX_TERMS = 4_000_000  # of all steps
 MAX_DIRECTIONS = 4096  # of a step
 MAX_BACK = 2**32 // MAX_DIRECTIONS - 1  # steps to one whose directions are used again
 MAX_START = 2**29  # bytes of a prefix
-MAX_FILE = MAX_START + 2**28
+ADDED_BYTES = 2**16  # by compression, at most; it adds less than one in a thousand
+MAX_ARRAY = 4 * MAX_TERMS + ADDED_BYTES  # bytes, four for each number
+MAX_FILE = MAX_START + MAX_HEADER + 4 * MAX_ARRAY + 2**10
+READ_BYTES = 2**20
+# Where a part of the file begins, and its length.
+Place = tuple[int, int]
 
 
 def export_compact(content: Content, path: Path, best: int | None = None, start: bytes = b"") -> int:
@@ -103,20 +109,13 @@ def import_compact(path: Path) -> Content:
     """Read a compact journal back into step records (without losses)."""
     try:
         with explain_os_errors(path):
-            data = read_bytes(path, MAX_FILE)
+            header_part, parts, start_place, size = _read_parts(path)
     except ValueError as error:
         raise JournalError(f"{path} is not a compact mezzo journal: {error}") from None
-    head = len(MAGIC) + 4
-    if not data.startswith(MAGIC):
-        raise JournalError(f"{path} is not a compact mezzo journal")
-    body = data[head:]
-    if zlib.crc32(body).to_bytes(4, "little") != data[len(MAGIC) : head]:
-        raise JournalError(f"{path} is damaged: its checksum does not match")
     try:
-        header_part, *parts = _split_parts(body)
-        start = parts.pop() if len(parts) == 5 else None
-        values = json.loads(decompress(header_part, MAX_HEADER))
+        values = parse_json(decompress(header_part, MAX_HEADER))
         header = parse_header(values, path)
+        start = _read_start(path, start_place, header) if start_place else None
         steps = _count(values["steps"])
         if steps > MAX_TERMS:
             raise ValueError(f"it claims {steps} steps, and {MAX_TERMS:,} is the most")
@@ -139,7 +138,7 @@ def import_compact(path: Path) -> Content:
 
     best = values.get("best")
     best = best if isinstance(best, int) and 0 <= best <= steps else None
-    return Content(path, header, Records(steps, read), marks, size=len(data), best=best, start=start)
+    return Content(path, header, Records(steps, read), marks, size=size, best=best, start=start)
 
 
 def _read_arrays(parts: Sequence[bytes], steps: int) -> tuple[Any, Any, Any, Any]:
@@ -169,15 +168,56 @@ def _from_byte_planes(data: bytes, kind: str, count: int) -> np.ndarray[Any, Any
     return values
 
 
-def _split_parts(body: bytes) -> Iterator[bytes]:
-    """The header and the four arrays, and the start of a prefix where there is one."""
-    for _ in range(6):
-        length = int.from_bytes(body[:8], "little")
-        yield body[8 : 8 + length]
-        body = body[8 + length :]
-        if not body:
+def _read_parts(path: Path) -> tuple[bytes, list[bytes], Place | None, int]:
+    """The header and the four arrays, compressed; where the start of a prefix is, if there is one; and the file's size. What
+    they say of their sizes is compared before they are read."""
+    if not path.is_file():
+        raise ValueError("it is not a file")
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_FILE:
+            raise ValueError(f"it has more than {MAX_FILE:,} bytes")
+        if file.read(len(MAGIC)) != MAGIC:
+            raise ValueError("it begins otherwise")
+        checksum, places = int.from_bytes(file.read(4), "little"), list(_find_parts(file, size))
+        file.seek(len(MAGIC) + 4)
+        crc = 0
+        while data := file.read(READ_BYTES):
+            crc = zlib.crc32(data, crc)
+        if crc != checksum:
+            raise JournalError(f"{path} is damaged: its checksum does not match")
+        header, *parts = (_read_at(file, place) for place in places[:5])
+    return header, parts, places[5] if len(places) > 5 else None, size
+
+
+def _read_start(path: Path, place: Place, header: Header) -> bytes:
+    """The start of a prefix, if it can be that of the header's: of two bytes for each value."""
+    values = sum(math.prod(tensor.shape) for tensor in header.tensors if tensor.kind == "prefix")
+    if place[1] > 2 * values + ADDED_BYTES + values // 100:
+        raise ValueError("the start of its prefix is longer than its header says")
+    with explain_os_errors(path), path.open("rb") as file:
+        return _read_at(file, place)
+
+
+def _find_parts(file: BinaryIO, size: int) -> Iterator[Place]:
+    """Where each part begins, and its length."""
+    limits = (MAX_HEADER, *(MAX_ARRAY,) * 4, MAX_START)
+    place = file.tell()
+    for limit in limits:
+        length, place = int.from_bytes(file.read(8), "little"), place + 8
+        if length > min(limit, size - place):
+            raise ValueError(f"a part of it claims {length:,} bytes")
+        yield place, length
+        place += length
+        if place == size:
             return
+        file.seek(place)
     raise ValueError("there is more in it than a journal")
+
+
+def _read_at(file: BinaryIO, place: Place) -> bytes:
+    file.seek(place[0])
+    return file.read(place[1])
 
 
 def decompress(part: bytes, size: int) -> bytes:

@@ -78,9 +78,10 @@ class Content:
 def read(path: Path, accept_damage: bool = False) -> Content:
     """Read a journal (a file or its run folder) without writing to it. Damage that only a crash leaves, at its end, is
     ignored; other damage is refused, or with `accept_damage` everything from there on ignored."""
-    path = find_journal(path) if path.is_dir() else path
-    if not path.exists():
-        raise JournalError(f"{path} does not exist")
+    with explain_os_errors(path):
+        path = find_journal(path) if path.is_dir() else path
+        if not path.exists():
+            raise JournalError(f"{path} does not exist")
     with explain_os_errors(path), path.open("rb") as file:
         header, size, crc = read_header(file.readline(MAX_LINE), path)
         marks: dict[int, str] = {}
@@ -126,8 +127,9 @@ def read_header(line: bytes, path: Path) -> tuple[Header, int, int]:
 
 def find_journal(folder: Path) -> Path:
     path = folder if folder.name == NAME else folder / NAME
-    if not path.is_file():
-        raise JournalError(f"{folder} is not a run folder: it has no {NAME}")
+    with explain_os_errors(path):
+        if not path.is_file():
+            raise JournalError(f"{folder} is not a run folder: it has no {NAME}")
     return path
 
 

@@ -7,6 +7,7 @@ next writer when it writes, and kept in a file of its own. Damage further up is 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -29,6 +30,8 @@ START = "start.bin"
 NEW = f".{NAME}.tmp"
 SYNC_SECONDS = 1.0
 COPY_BYTES = 2**20
+# Errors that say that another process has a lock; the second is that of some network disks.
+LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 @dataclass
@@ -89,8 +92,8 @@ class Journal:
         """Cut the damaged end, having copied it to a file of its own; the copy, None where nothing is damaged."""
         if not self._torn:
             return None
-        copy = _free_name(self.path.with_name(f"journal.cut-at-{self._size}"))
         with explain_os_errors(self.path, RunFailed):
+            copy = _free_name(self.path.with_name(f"journal.cut-at-{self._size}"))
             write_atomically(copy, _read_from(self._file, self._size))
             os.ftruncate(self._file, self._size)
             os.fsync(self._file)
@@ -134,12 +137,13 @@ class Journal:
                 syncing.result()
 
     def close(self) -> None:
-        if self._file >= 0:
+        file, self._file = self._file, -1
+        if file >= 0:
             self._background.shutdown()
+            with contextlib.suppress(OSError):  # a finished run ends with a mark, which is on disk
+                os.fsync(file)
             with contextlib.suppress(OSError):
-                os.fsync(self._file)
-            os.close(self._file)
-            self._file = -1
+                os.close(file)
 
     def _append(self, payload: Mapping[str, Any]) -> None:
         if self._torn:
@@ -181,7 +185,9 @@ def _locked(path: Path, flags: int) -> Iterator[int]:
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
+            if error.errno not in LOCKED:
+                raise
             raise JournalError(
                 f"{path.parent} is in use by another process, or by a session that was not closed; wait for it or stop it"
             ) from None

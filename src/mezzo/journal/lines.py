@@ -13,6 +13,7 @@ from typing import Any
 
 from mezzo.journal.atomic_files import json_safe
 from mezzo.types import StepRecord, Update
+from mezzo.untrusted import parse_json
 
 MAX_LINE = 16 * 2**20  # bytes; room for a header with thousands of tensor names
 EVENTS = ("evaluation", "zero-shot")  # what decides where a run stops, and what it says of itself
@@ -35,7 +36,7 @@ def decode_line(line: bytes, crc: int) -> tuple[dict[str, Any], int] | None:
     if not separator or own is None or zlib.crc32(text + b"}", crc) != own:
         return None
     try:
-        payload = json.loads(text + b"}")
+        payload = parse_json(text + b"}")
     except (ValueError, RecursionError):
         return None
     return (payload, own) if isinstance(payload, dict) else None

@@ -52,7 +52,7 @@ class Events:
         it had taken."""
         seconds = 0.0
         for entry in earlier:
-            with contextlib.suppress(KeyError, TypeError, ValueError):  # a line that was edited by hand
+            with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):  # a line that was edited by hand
                 list(self.health.watch(str(entry.get("event")), entry))
                 seconds = float(entry["seconds"]) if entry.get("event") == "result" else seconds
         return seconds

@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from mezzo.journal.content import NAME as JOURNAL
 from mezzo.journal.journal import NEW, START
 from mezzo.journal.lines import EVENTS
 from mezzo.replay.snapshots import Snapshots
-from mezzo.untrusted import read_bytes, without_credentials
+from mezzo.untrusted import parse_json, read_bytes, values_without_credentials
 
 METRICS = "metrics.jsonl"
 WORKERS = "workers"
@@ -32,6 +32,7 @@ MAX_NAME = 60
 # Bytes of a line, of config.json and of metrics that are read: they may come from anybody. A step has 200 bytes.
 MAX_LINE, MAX_BYTES = 2**20, 2**32
 MAX_MISTAKES = 50
+Lines = Generator[dict[str, Any], None, None]
 
 
 class Folder:
@@ -60,9 +61,12 @@ class Folder:
     @classmethod
     def open(cls, path: str | Path) -> Folder:
         path = Path(path).parent if Path(path).name == JOURNAL else Path(path)
-        if not (path / JOURNAL).is_file():
-            raise JournalError(f"{path} is not a run folder: it has no {JOURNAL}; a run is started with --out {path}")
-        refuse_links(path, FILES)
+        with explain_os_errors(path):
+            if not (path / JOURNAL).is_file():
+                raise JournalError(
+                    f"{path} is not a run folder: it has no {JOURNAL}; a run is started with --out {path}"
+                )
+            refuse_links(path, FILES)
         return cls(path)
 
     def write_config(self, config: dict[str, Any]) -> None:
@@ -71,7 +75,7 @@ class Folder:
     def read_config(self) -> dict[str, Any]:
         """The content of config.json; empty when it is missing or broken, because the journal's header holds the same."""
         try:
-            found = json.loads(read_bytes(self.path / CONFIG, MAX_LINE))
+            found = values_without_credentials(parse_json(read_bytes(self.path / CONFIG, MAX_LINE)))
         except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -83,31 +87,33 @@ class Folder:
 
     def note(self, event: str, values: dict[str, Any]) -> None:
         """Append one line of metrics."""
-        line = without_credentials(json.dumps({"event": event, **json_safe(values)})).encode() + b"\n"
+        values = values_without_credentials(json_safe(values))
+        line = json.dumps({"event": event, **values}).encode() + b"\n"
         path = self.path / METRICS
         with explain_os_errors(path, RunFailed):
             if self._metrics < 0:
                 self._metrics = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             write_all(self._metrics, line)
 
-    def metrics(self) -> Iterator[dict[str, Any]]:
+    def metrics(self) -> Lines:
         """All readable lines, one at a time; a line torn by a crash is ignored."""
         return self._lines(METRICS)
 
     def mistakes(self) -> list[dict[str, Any]]:
         return list(islice(self._lines(MISTAKES), MAX_MISTAKES))
 
-    def _lines(self, name: str) -> Iterator[dict[str, Any]]:
+    def _lines(self, name: str) -> Lines:
         path = self.path / name
-        if not path.is_file():
-            return
-        if path.stat().st_size > MAX_BYTES:
-            raise JournalError(f"{path} has more than {MAX_BYTES:,} bytes; move it away: the journal holds the run")
-        with explain_os_errors(path), path.open("rb") as file:
-            for line in iter(lambda: file.readline(MAX_LINE), b""):
-                with contextlib.suppress(ValueError, RecursionError):
-                    if isinstance(entry := json.loads(line), dict):
-                        yield entry
+        with explain_os_errors(path):
+            if not path.is_file():
+                return
+            if path.stat().st_size > MAX_BYTES:
+                raise JournalError(f"{path} has more than {MAX_BYTES:,} bytes; move it away: the journal holds the run")
+            with path.open("rb") as file:
+                for line in iter(lambda: file.readline(MAX_LINE), b""):
+                    with contextlib.suppress(ValueError, RecursionError):
+                        if isinstance(entry := parse_json(line), dict):
+                            yield values_without_credentials(entry)
 
     def rewrite_metrics(self, steps: int, events: Sequence[dict[str, Any]]) -> None:
         """Bring the metrics in line with the journal: its `events`, and nothing about steps that it does not have."""
@@ -140,14 +146,16 @@ class Folder:
         return count if count > 0 else None
 
     def close(self) -> None:
-        if self._metrics >= 0:
-            os.close(self._metrics)
-            self._metrics = -1
+        file, self._metrics = self._metrics, -1
+        if file >= 0:
+            with contextlib.suppress(OSError):  # metrics can be lost: the journal holds the run
+                os.close(file)
 
 
 def holds_run(path: Path) -> bool:
     """Whether a run has begun in this folder."""
-    return (path / JOURNAL).is_file() and (path / JOURNAL).stat().st_size > 0
+    with explain_os_errors(path):
+        return (path / JOURNAL).is_file() and (path / JOURNAL).stat().st_size > 0
 
 
 def _position(entry: dict[str, Any]) -> int:

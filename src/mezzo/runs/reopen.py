@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,35 +20,27 @@ from mezzo.runs.folder import Folder
 from mezzo.runs.recorded_evaluations import best_step
 from mezzo.runs.setup import Setup, resolve_setup
 from mezzo.tasks import get_task
-from mezzo.untrusted import without_credentials
+from mezzo.untrusted import values_without_credentials
 
 
 def open_journal(path: str | Path) -> Content:
     """The journal of a run folder, a journal.jsonl, or a compact journal; its header without credentials."""
     content = _read_any(Path(path))
     header = content.header
-    config, engine = _without_credentials(header.config), _without_credentials(header.engine)
+    config, engine = values_without_credentials(header.config), values_without_credentials(header.engine)
     return dataclasses.replace(content, header=dataclasses.replace(header, config=config, engine=engine))
 
 
-def _without_credentials(value: Any) -> Any:
-    """A copy of settings: texts, and lists of texts."""
-    if isinstance(value, Mapping):
-        return {name: _without_credentials(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [without_credentials(inner) if isinstance(inner, str) else inner for inner in value]
-    return without_credentials(value) if isinstance(value, str) else value
-
-
 def _read_any(path: Path) -> Content:
-    if path.is_dir():
-        return read(path)
-    if not path.exists():
-        raise JournalError(f"{path} does not exist; name a run folder or a journal here, and a model by --model")
-    if not path.is_file():
-        raise JournalError(f"{path} is neither a run folder nor a file")
-    with explain_os_errors(path), path.open("rb") as file:
-        compact = file.read(len(MAGIC)) == MAGIC
+    with explain_os_errors(path):
+        if path.is_dir():
+            return read(path)
+        if not path.exists():
+            raise JournalError(f"{path} does not exist; name a run folder or a journal here, and a model by --model")
+        if not path.is_file():
+            raise JournalError(f"{path} is neither a run folder nor a file")
+        with path.open("rb") as file:
+            compact = file.read(len(MAGIC)) == MAGIC
     return import_compact(path) if compact else read(path)
 
 
