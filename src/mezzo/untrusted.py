@@ -6,6 +6,7 @@ import json
 import os
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,37 @@ _TOML_TEXT = re.compile(
     + r"'[^'\n]*'?|\#[^\n]*",
     re.DOTALL,
 )
-_DOTTED_KEY = re.compile(rf"(?<![\w.\t -])(?:[\w-]*[\t ]*\.[\t ]*){{{MAX_DOTS}}}")
+# Keys and numbers, where no spaces are left.
+_TOML_WORD = re.compile(r"[\w.-]+")
 # Control codes other than the end of a line and the tab, codes that turn the direction of text, halves of characters.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 # In an address, and in one that was taken for a path: `http:/user:password@host`.
 _CREDENTIALS = re.compile(r"(?<=:/)(/?)[^\s/?#]*@")
+# An address up to its query or fragment, and these where it has them.
+_ADDRESS = re.compile(r"(\w:/[^\s\"<>?#]*)([^\s\"<>]*)")
+# What may follow an address in a text, a list or a command, and is no part of it.
+_AFTER_ADDRESS = "'`,;.:!)]}"
+# Digits of an integer: mezzo writes none with more, and a float can hold these.
+MAX_DIGITS = 100
 
 
 def without_credentials(text: str) -> str:
-    """Text whose addresses have lost user names and passwords."""
-    return _CREDENTIALS.sub(r"\1", text)
+    """Text whose addresses have lost user names, passwords, queries and fragments."""
+    return _ADDRESS.sub(_cut_query, _CREDENTIALS.sub(r"\1", text))
+
+
+def _cut_query(found: re.Match[str]) -> str:
+    address, query = found.groups()
+    return address + query[len(query.rstrip(_AFTER_ADDRESS)) :]
+
+
+def values_without_credentials(value: Any) -> Any:
+    """A copy of settings or of an event, each of its texts without credentials."""
+    if isinstance(value, Mapping):
+        return {name: values_without_credentials(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [values_without_credentials(inner) for inner in value]
+    return without_credentials(value) if isinstance(value, str) else value
 
 
 def printable(text: str) -> str:
@@ -38,23 +60,45 @@ def printable(text: str) -> str:
 
 def read_bytes(path: Path, limit: int) -> bytes:
     """The content of a file; ValueError if it has more bytes, or may never end."""
-    if path.exists() and not path.is_file():
-        raise ValueError("it is not a file")
-    with path.open("rb") as file:
-        data = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)
+    data = read_first_bytes(path, limit + 1)
     if len(data) > limit:
         raise ValueError(f"it has more than {limit:,} bytes")
     return data
+
+
+def read_first_bytes(path: Path, count: int) -> bytes:
+    """The beginning of a file; ValueError if it is not a file, and may never end."""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is not a file")
+    with path.open("rb") as file:
+        return file.read(min(count, os.fstat(file.fileno()).st_size + 1))
+
+
+def parse_json(text: bytes | str) -> Any:
+    """A value of JSON; ValueError also for an integer that no float could hold, RecursionError if it is nested too deeply."""
+    return json.loads(text, cls=_BoundedDecoder)
+
+
+class _BoundedDecoder(json.JSONDecoder):
+    def __init__(self) -> None:
+        super().__init__(parse_int=_parse_int)
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has more than {MAX_DIGITS} digits")
+    return int(digits)
 
 
 def read_settings(path: Path) -> Any:
     """The content of a JSON, YAML or TOML file; ValueError or RecursionError if it cannot be one of settings."""
     text = read_bytes(path, MAX_SETTINGS).decode()
     if path.suffix == ".json":
-        return json.loads(text)
+        return parse_json(text)
     if path.suffix in (".yaml", ".yml"):
         return _read_yaml(text)
-    if _DOTTED_KEY.search(_TOML_TEXT.sub("", text)):
+    words = _TOML_WORD.findall(_TOML_TEXT.sub("", text).replace(" ", "").replace("\t", ""))
+    if any(word.count(".") >= MAX_DOTS for word in words):
         raise ValueError(f"a key has {MAX_DOTS} dots or more")
     return tomllib.loads(text)
 

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from mezzo.api import best_step, finetune, open_run
 from mezzo.cli import main
-from mezzo.errors import MezzoError
+from mezzo.errors import JournalError, MezzoError
 from mezzo.journal.compact import export_compact, import_compact
 from mezzo.journal.content import read
+from mezzo.runs.recorded_evaluations import read_evaluations
 from mezzo.tasks import load_examples
 from mezzo.types import Example
 from tests.hostile.files import (
@@ -32,9 +33,8 @@ from tests.hostile.files import (
 QUICK = settings(max_examples=40)
 SLOWER = settings(QUICK, max_examples=25)
 
-NUMBERS = st.one_of(
-    st.integers(-3, 3), st.sampled_from([2**31, 2**63, 2**64, -(2**63), 10**30, 1e308, float("inf"), float("nan")])
-)
+HUGE = [2**31, 2**63, 2**64, -(2**63), 10**30, 10**400, 1e308, float("inf"), float("nan")]
+NUMBERS = st.one_of(st.integers(-3, 3), st.sampled_from(HUGE))
 VALUES = st.recursive(
     st.one_of(
         st.none(), st.booleans(), NUMBERS, st.floats(), st.text(max_size=8), st.sampled_from(["../../x", "/", ""])
@@ -199,6 +199,46 @@ def test_report_of_a_run_with_a_changed_file_never_crashes(
     result_or_message(lambda: best_step(read(run)))
 
 
+@pytest.mark.parametrize("name", RUN_FILES)
+def test_integers_that_no_float_holds_never_crash(valid_run, run_command, workspace, name):
+    """In the place of every number of every kind of line."""
+    run = copy_run(valid_run, workspace)
+    path = run / name
+    rows = [json.loads(path.read_text())] if name == "config.json" else read_json_lines(path)
+    kinds = {(row.get("event"), *list(row)[:1]): index for index, row in enumerate(rows) if index}
+    for index in sorted({0, *kinds.values()}):
+        numbers = [each for each in json_paths(rows[index])[1:] if each[-1] != "crc" and is_number(rows[index], each)]
+        for place in numbers:
+            changed = [*rows[:index], replace_at(rows[index], place, 10**400), *rows[index + 1 :]]
+            if name == "journal.jsonl":
+                write_journal(path, changed)
+            else:
+                path.write_text("".join(json.dumps(row) + "\n" for row in changed))
+            code, stderr = run_command("report", str(run))
+            assert code in (0, 2), (place, stderr)
+            code, stderr = run_command("runs", str(run))
+            assert code in (0, 2), (place, stderr)
+            result_or_message(lambda: read_evaluations(read(run)))
+    limits = ["--steps", "5", "--time-limit", "0.05", "--eval-limit", "4", "--threads", "1", "--device", "cpu"]
+    code, stderr = run_command("train", "--resume", str(run), *limits)
+    assert code in (0, 2), stderr
+
+
+def is_number(value: Any, path: tuple[Any, ...]) -> bool:
+    for key in path:
+        value = value[key]
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def test_evaluations_after_more_forwards_than_possible_are_refused(valid_run, workspace):
+    run = copy_run(valid_run, workspace)
+    journal = read_json_lines(run / "journal.jsonl")
+    next(line for line in journal if line.get("event") == "evaluation")["spent"] = 10**90
+    write_journal(run / "journal.jsonl", journal)
+    with pytest.raises(JournalError, match="evaluation without 'spent'"):
+        read_evaluations(read(run))
+
+
 @settings(QUICK, max_examples=12)
 @given(junk=st.binary(max_size=60), where=st.integers(0, 4000), name=st.sampled_from(["start.bin", "snapshot"]))
 def test_start_and_snapshots_with_random_bytes_change_no_weights(prefix_run, run_command, workspace, junk, where, name):
@@ -236,7 +276,15 @@ def test_config_files_with_random_text_never_crash(run_command, workspace, junk,
 
 @pytest.mark.parametrize(
     "content",
-    ["a = " + "[" * 5000, 'lr = "' + "9" * 5000 + '"', "steps = " + "9" * 5000, "seed = 1e400", "x.y.z = 1", "\x00"],
+    [
+        "a = " + "[" * 5000,
+        'lr = "' + "9" * 5000 + '"',
+        "steps = " + "9" * 5000,
+        "seed = 1e400",
+        "steps = 1" + "0" * 400,
+        "x.y.z = 1",
+        "\x00",
+    ],
 )
 def test_config_files_with_extreme_values_are_refused(content, expect_refusal, workspace):
     (workspace / "c.toml").write_text(content)

@@ -24,8 +24,8 @@ MAX_TEXTS, MAX_CHARACTERS, MAX_EVALUATIONS = 100, 2000, 200_000
 class RecordedEvaluation(Evaluation):
     """An evaluation as a run recorded it, on a split after some steps. Figures other than the metric may be NaN."""
 
-    split: str
-    step: int
+    split: str = ""
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,10 @@ def finite_number(value: Any) -> float | None:
     """A finite number, or None for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer that no float holds
+        return None
 
 
 def _parse_evaluation(event: Event, split: str) -> RecordedEvaluation | None:
@@ -151,7 +154,8 @@ def _parse_evaluation(event: Event, split: str) -> RecordedEvaluation | None:
     accuracy, loss, calibrated = (finite_number(event.get(key)) for key in ("accuracy", "loss", "calibrated"))
     metric = next((name for name in (*METRICS, *REWARD_METRICS) if name == event.get("metric")), "accuracy")
     accuracy, loss = (math.nan if figure is None else figure for figure in (accuracy, loss))
-    return RecordedEvaluation(metric, value, (low, high), accuracy, loss, int(n or 0), calibrated, split, int(step))
+    figures = (metric, value, (low, high), accuracy, loss, int(n or 0), calibrated)
+    return RecordedEvaluation(*figures, int(finite_number(event.get("failed")) or 0), split, int(step))
 
 
 def _text(event: Event) -> str:

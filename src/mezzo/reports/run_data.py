@@ -22,7 +22,7 @@ from mezzo.runs.folder import METRICS, Folder
 from mezzo.runs.progress import RunProgress, replay_progress
 from mezzo.runs.verdict import Verdict, parse_verdict
 from mezzo.types import StepRecord
-from mezzo.untrusted import printable
+from mezzo.untrusted import printable, values_without_credentials
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ class RunData:
     def verdict(self) -> Verdict:
         metrics = self.metrics
         if failure := metrics.failure:
-            return Verdict("diverged" if "not a number" in failure else "failed", "bad", failure)
+            diverged = any(words in failure for words in ("not a number", "too large for the weights"))
+            return Verdict("diverged" if diverged else "failed", "bad", failure)
         if not metrics.result:
             bad = [each.text for each in metrics.warnings if each.kind in ("diverging", "no signal", "overfitting")]
             left = self.progress.time_left if self.running else ""
@@ -131,7 +132,7 @@ def read_run(path: str | Path) -> RunData:
             zero_slopes += not any(record.slopes)
     return RunData(
         path=folder.path,
-        config=folder.read_config() or journal.header.config,
+        config=folder.read_config() or values_without_credentials(journal.header.config),
         header=journal.header,
         steps=journal.steps,
         records=records.items,
