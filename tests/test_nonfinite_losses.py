@@ -77,6 +77,29 @@ def test_diverging_run_ends_with_an_explanation(space, options, capsys):
     assert all(math.isfinite(value) for record in content.records for _, value in record.update.terms)
 
 
+@pytest.mark.parametrize(("rate", "samples"), [(1e6, 1), (1e4, 4)])
+def test_steps_too_large_for_float16_are_skipped(rate, samples, options, capsys):
+    """float32 would hold them: a weight of float16 is at most 65504."""
+    size = {"space": "full", "dtype": "float16", "steps": 6, "eval_every": 3, "lr": rate, "samples": samples}
+    run = api.finetune(**{**options, **size}, method="spsa")
+    records = list(read(Path(options["out"])).records)
+    moves = [sum(abs(coef) for _, coef in record.update.terms) for record in records]
+    assert run.skipped_steps == sum(bool(record.skipped) for record in records) > 0
+    assert max(moves) <= 65504
+    engine, _ = api.open_run(options["out"], at=6)
+    assert all(np.isfinite(tensor).all() for tensor in engine.state().values())
+    assert "larger --lr" not in run.verdict
+    assert any("steps were skipped" in warning and "A smaller --lr" in warning for warning in run.warnings)
+
+
+def test_lora_of_a_float16_model_may_take_any_step_that_float32_holds(options):
+    """Its factors are float32."""
+    session = api.open_session(**{**options, "steps": 1, "lr": 1e7, "method": "spsa", "dtype": "float16"})
+    (record,) = session.records()
+    session.close()
+    assert not record.skipped and abs(record.update.terms[0][1]) > 65504
+
+
 def test_model_with_nan_weights_is_refused_before_training(options, tiny_folder, tmp_path, capsys):
     shutil.copytree(tiny_folder, tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")

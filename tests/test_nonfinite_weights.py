@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from mezzo import api
 from mezzo.cli import main
+from mezzo.engines.hf_hub import locate
 from mezzo.engines.torch.catalog import digest_of
 from mezzo.errors import ConfigError, ModelError
 from mezzo.evaluation.evaluate import evaluate, rank
@@ -155,6 +156,22 @@ def test_model_whose_scores_are_nan_is_neither_evaluated_nor_used(nan_model, tin
         assert output.err.count("\n") == 1
     train = ["train", "--train", tiny_data, *options[:4], "--dev", tiny_data, "--out", str(tmp_path / "run")]
     assert main([*train, "--threads", "1"]) == 2
+
+
+def test_model_whose_scores_are_nan_generates_nothing(tmp_path, capsys):
+    folder = Path(shutil.copytree(locate("mezzo/llama-mini"), tmp_path / "nan"))
+    tensors = load_file(folder / "model.safetensors")
+    norm = "model.norm.weight"
+    tensors[norm] = np.where(np.arange(len(tensors[norm])) % 2, 3e38, -3e38).astype(np.float32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    row = {"title": "a", "context": "the cat sat", "question": "who sat?", "answers": {"text": ["the cat"]}}
+    (tmp_path / "squad.jsonl").write_text(json.dumps(row) + "\n")
+    for command in ("eval", "predict"):
+        options = ["--model", str(folder), "--task", "squad", "--data", str(tmp_path / "squad.jsonl"), "--threads", "1"]
+        assert main([command, *options]) == 2
+        output = capsys.readouterr()
+        assert output.out == ""
+        assert "scores that are not finite numbers" in output.err
 
 
 class FixedScores:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 # scores[probe, example, candidate], on the host. Defined up to one constant per (probe, example).
 Scores = npt.NDArray[np.float32]
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 Family = Literal["masked", "causal"]
@@ -134,6 +135,10 @@ class Generation:
     """Tokens that end a text, beside the model's own."""
 
 
+# A reward may be no larger than this, nor smaller than its negative: what is computed of them must stay finite.
+LARGEST_REWARD = 1_000_000
+
+
 @dataclass(frozen=True, slots=True)
 class Rewards:
     """Rewards of generated texts: values[probe, example, draw], higher is better. Of `failed` of them there was none, and a
@@ -166,12 +171,14 @@ class GradientStep:
 @dataclass(frozen=True, slots=True)
 class PairRule:
     """From the mean cross-entropies of a ± pair to its update: (up − down) / spread is the slope; clipped to ±`clip` where
-    that is positive and times `rate`, it is the coefficient. `keep` is a float32 value."""
+    that is positive and times `rate`, it is the coefficient. `keep` is a float32 value. A coefficient above `largest`, which the
+    weights can hold, is not used: the step moves nothing."""
 
     spread: float
     rate: float
     clip: float
     keep: float
+    largest: float = FLOAT32_MAX
 
 
 @dataclass(frozen=True, slots=True)

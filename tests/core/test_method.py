@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ from mezzo.method.estimators import Spsa
 from mezzo.method.method import EstimatorMethod, answer_questions
 from mezzo.method.noise import step_seed
 from mezzo.method.objectives import OBJECTIVES, ScoreObjective, cross_entropy
-from mezzo.method.optimizers import Sgd, schedule
+from mezzo.method.optimizers import LARGEST, Sgd, schedule
 from mezzo.types import Batch, PairRule, Probe, Prompt, Question, Readout, Slope, StepRecord, Update
 
 
@@ -186,3 +187,14 @@ def test_nonfinite_losses_and_updates_skip_the_step():
     method = make_method(Sgd(lambda _: 1e300))
     assert method.conclude(0, np.array([np.nan, 1.0])).skipped and method.conclude(0, np.array([2.0, 1.0])).skipped
     assert method.conclude(0, np.array([2.0, 1.0])).update.empty
+
+
+@pytest.mark.parametrize(("dtype", "largest"), LARGEST.items())
+def test_updates_that_the_weights_cannot_hold_are_not_finite(dtype, largest):
+    assert largest == float(torch.finfo(getattr(torch, dtype)).max)
+    optimizer = Sgd(lambda _: 1.0, largest=largest)
+    assert optimizer.update([Slope(7, largest)], 0).terms == ((7, largest),)
+    for slopes in ([Slope(7, 1.001 * largest)], [Slope(7, 1.2 * largest), Slope(9, -1.2 * largest)]):
+        assert not any(math.isfinite(coef) for _, coef in optimizer.update(slopes, 0).terms)
+    assert math.isfinite(optimizer.update([Slope(7, largest), Slope(9, -largest)], 0).terms[0][1])
+    assert math.isinf(Sgd(lambda _: 1.0, weight_decay=2.0 * largest, largest=largest).update([Slope(7, 1.0)], 0).keep)

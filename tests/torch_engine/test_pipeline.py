@@ -20,7 +20,7 @@ from mezzo.journal.journal import Journal
 from mezzo.method.estimators import Spsa
 from mezzo.method.method import EstimatorMethod
 from mezzo.method.objectives import OBJECTIVES, ScoreObjective, cross_entropy
-from mezzo.method.optimizers import Sgd
+from mezzo.method.optimizers import LARGEST, Sgd
 from mezzo.method.space import Space
 from mezzo.runs.trainer import Limits, MeZOTrainer
 from mezzo.types import Batch, DeviceStep, MicroBatch, PairRule, Probe, Prompt, Readout, StepRecord, Update
@@ -45,7 +45,8 @@ def computed_update(scores: np.ndarray, batch: Batch, rule: PairRule, seed: int)
     from mezzo.engines.torch.gpu.kernels.device_step import OUTCOME_SIZE, compute_update
     from mezzo.method.objectives import is_normalised
 
-    numbers = torch.tensor([rule.spread, rule.rate, rule.clip, rule.keep], dtype=torch.float64, device=DEVICE)
+    rule_numbers = [rule.spread, rule.rate, rule.clip, rule.keep, rule.largest]
+    numbers = torch.tensor(rule_numbers, dtype=torch.float64, device=DEVICE)
     words, outcome = words_on(DEVICE, [0, 0]), torch.zeros(OUTCOME_SIZE, dtype=torch.float64, device=DEVICE)
     coefs = words.view(torch.float32)[2:]
     flat = torch.from_numpy(scores.reshape(-1, scores.shape[2])).to(DEVICE)
@@ -86,6 +87,21 @@ def test_a_loss_that_is_not_finite_gives_an_empty_update(wrong):
     for spread, rate, keep in ((2 * EPS, 1e300, 0.5), (2 * EPS, 1e-3, np.inf), (1e-320, 1e-3, 0.5)):
         with np.errstate(all="ignore"):
             assert computed_update(scores, batch, PairRule(spread, rate, 0.0, keep), 7)[1].empty
+
+
+@pytest.mark.parametrize("largest", LARGEST.values(), ids=LARGEST)
+def test_the_kernel_skips_what_the_weights_cannot_hold_as_the_host_does(largest):
+    batch = Batch((Prompt((1,), label=0, position=0),) * 2, Readout("words", words=(3, 4)))
+    scores = np.zeros((2, 2, 2), dtype=np.float32)
+    scores[0, :, 1] = 1.0
+    up, down = cross_entropy(scores, batch)
+    for share in (0.5, 0.999, 1.001, 2.0):
+        optimizer = Sgd(lambda step, share=share: share * largest * 2 * EPS / (up - down), largest=largest)
+        losses, update = computed_update(scores, batch, optimizer.pair_rule(0, 2 * EPS), 7)
+        (slope,) = Spsa(0, EPS).tell((Probe(((7, EPS),)), Probe(((7, -EPS),))), losses)
+        (coef,) = (coef for _, coef in optimizer.update([slope], 0).terms)
+        assert update.empty == (share > 1) == (not np.isfinite(coef))
+        assert update.empty or update.terms == ((7, coef),)
 
 
 # ---- runs

@@ -111,7 +111,7 @@ def make_record(
     usable = all(math.isfinite(value) for value in (*losses, *values))
     move = update() if usable else Update()
     if not all(math.isfinite(value) for value in (move.keep, *(coef for _, coef in move.terms))):
-        usable, move = False, Update()  # a step too large for float32
+        usable, move = False, Update()  # a step too large for the weights
     skipped = "" if usable else "non-finite loss"
     return StepRecord(step, tuple(float(loss) for loss in losses), values, move, lr, skipped, notes)
 

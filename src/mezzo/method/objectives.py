@@ -19,6 +19,8 @@ from mezzo.types import Batch, Probe, Question, Scores
 
 # Where code lies that is not the user's: this package, and installed ones.
 _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(np.__file__).parents[1]), os.path.dirname(os.__file__))
+# Characters of what a user's code raised.
+MAX_MESSAGE = 500
 Losses = npt.NDArray[np.float64]
 Labels = npt.NDArray[np.int64]
 ObjectiveFunction = Callable[[Scores, Batch], Losses]
@@ -158,8 +160,8 @@ def import_function(name: str | Callable[..., Any]) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def describe_failure(error: Exception) -> str:
-    """What a user's code raised, and the last line of it that ran."""
+def describe_failure(error: BaseException) -> str:
+    """What a user's code raised, on one line, and the last line of it that ran."""
     own = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -169,7 +171,11 @@ def describe_failure(error: Exception) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         name, line = error.filename, error.lineno
     place = f" ({os.path.basename(name)}, line {line})" if name else ""
-    return f"{type(error).__name__}: {getattr(error, 'msg', None) or error}{place}"
+    try:
+        text = " ".join(str(getattr(error, "msg", None) or error).split())[:MAX_MESSAGE]
+    except Exception:  # its own __str__ may fail
+        text = "its message cannot be shown"
+    return f"{type(error).__name__}{': ' * bool(text)}{text}{place}"
 
 
 def check_result(function: Callable[..., Any]) -> ObjectiveFunction:

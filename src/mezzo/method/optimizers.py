@@ -10,10 +10,11 @@ from typing import Protocol
 import numpy as np
 
 from mezzo.errors import ConfigError, nearest
-from mezzo.types import PairRule, Slope, StepRecord, Update
+from mezzo.types import FLOAT32_MAX, PairRule, Slope, StepRecord, Update
 
 Schedule = Callable[[int], float]
-LARGEST = float(np.finfo(np.float32).max)
+# The largest number that a weight can be, by how it is stored.
+LARGEST = {"float32": FLOAT32_MAX, "bfloat16": 2.0**127 * (2 - 2.0**-7), "float16": 65504.0}
 
 # Each shape maps progress in [0, 1) to a factor of the peak learning rate.
 SHAPES: dict[str, Callable[[float], float]] = {
@@ -60,32 +61,37 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sgd:
-    """θ ← (1 − lr·decay)·θ − lr·mean(g·z), with |g| clipped when `clip` is positive."""
+    """θ ← (1 − lr·decay)·θ − lr·mean(g·z), with |g| clipped when `clip` is positive.
+
+    A factor above `largest`, which the weights can hold, becomes infinite, and so do coefficients whose sum is above it: the
+    step is then skipped."""
 
     lr: Schedule
     weight_decay: float = 0.0
     clip: float = 0.0
+    largest: float = FLOAT32_MAX
 
     def update(self, slopes: Sequence[Slope], step: int) -> Update:
         rate = self.lr(step)
-        keep = self._keep(rate)
-        return Update(tuple((s.seed, self._coefficient(s.value, rate, len(slopes))) for s in slopes), keep)
+        coefs = [self._coefficient(slope.value, rate, len(slopes)) for slope in slopes]
+        if not sum(map(abs, coefs)) <= self.largest:
+            coefs = [math.inf] * len(coefs)
+        return Update(tuple((slope.seed, coef) for slope, coef in zip(slopes, coefs, strict=True)), self._keep(rate))
 
     def pair_rule(self, step: int, spread: float) -> PairRule:
         rate = self.lr(step)
-        return PairRule(spread, rate, self.clip, self._keep(rate))
+        return PairRule(spread, rate, self.clip, self._keep(rate), self.largest)
 
     def observe(self, record: StepRecord) -> None:
         """No state."""
 
     def _keep(self, rate: float) -> float:
-        return _float32(1.0 - rate * self.weight_decay)
+        return self._float32(1.0 - rate * self.weight_decay)
 
     def _coefficient(self, slope: float, rate: float, samples: int) -> float:
         clipped = max(-self.clip, min(self.clip, slope)) if self.clip > 0 else slope
-        return _float32(rate * clipped / samples)
+        return self._float32(rate * clipped / samples)
 
-
-def _float32(value: float) -> float:
-    """Round to float32; a value beyond its range becomes infinite, and the step is skipped."""
-    return float(np.float32(value)) if abs(value) <= LARGEST else value * math.inf
+    def _float32(self, value: float) -> float:
+        """Rounded to float32; infinite where the weights cannot hold it."""
+        return float(np.float32(value)) if abs(value) <= self.largest else value * math.inf

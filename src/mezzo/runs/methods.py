@@ -12,7 +12,7 @@ from mezzo.method.estimators import Spsa
 from mezzo.method.gradient import GradientMethod
 from mezzo.method.method import EstimatorMethod, Method
 from mezzo.method.objectives import Objective
-from mezzo.method.optimizers import Sgd, schedule
+from mezzo.method.optimizers import LARGEST, Sgd, schedule
 from mezzo.method.solve import Solve
 from mezzo.runs.setup import Setup
 
@@ -57,9 +57,16 @@ def _make_parts(setup: Setup) -> tuple[Spsa, Sgd, Batches]:
     rate = schedule(config.schedule, _rate(config), config.steps, config.warmup)
     return (
         Spsa(config.seed, config.eps, config.samples),
-        Sgd(rate, config.weight_decay or 0.0, config.clip),
+        Sgd(rate, config.weight_decay or 0.0, config.clip, LARGEST[_stored_type(setup)]),
         make_batches(setup.train_prompts, setup.readout, config.seed, config.batch_size),
     )
+
+
+def _stored_type(setup: Setup) -> str:
+    """How the trained weights are stored: as the model's, unless they are LoRA factors or a prefix alone."""
+    config = setup.config
+    with_head = config.train_head or setup.readout.kind == "head"
+    return "float32" if config.space in ("lora", "prefix") and not with_head else config.dtype
 
 
 def _make_adam(setup: Setup, objective: Objective) -> Method:

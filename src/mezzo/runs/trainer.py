@@ -169,8 +169,10 @@ class MeZOTrainer:
         self._skips = self._skips + 1 if record.skipped else 0
         if self._skips >= MAX_SKIPS:
             self.journal.sync()
+            finite = all(math.isfinite(loss) for loss in record.losses)
+            what = "the step was too large for the weights" if finite else "the loss was not a number"
             raise RunFailed(
-                f"the loss was not a number for {MAX_SKIPS} steps in a row (last step {record.step}); they did not touch "
+                f"{what} for {MAX_SKIPS} steps in a row (last step {record.step}); they did not touch "
                 "the weights. A smaller --eps, or a smaller --lr of --method spsa, usually helps; the journal holds the run"
             )
 

@@ -192,5 +192,5 @@ def _is_same(step: DeviceStep | None, other: DeviceStep) -> bool:
 def _labels_and_rule(rows: PaddedRows, step: DeviceStep) -> list[Words]:
     """What a step reads beside tokens, seeds and scales."""
     rule = step.rule
-    numbers = np.array([rule.spread, rule.rate, rule.clip, rule.keep])
+    numbers = np.array([rule.spread, rule.rate, rule.clip, rule.keep, rule.largest])
     return [step.batch.labels[rows.places[0]], numbers.view(np.int64)]

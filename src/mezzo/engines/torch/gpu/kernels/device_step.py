@@ -14,7 +14,6 @@ from torch import Tensor
 
 # Scores of one member that the kernel can hold, with rows and classes each rounded up to a power of two.
 MAX_SCORES = 8192
-FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 # Numbers of an outcome: both losses, keep and the coefficient.
 OUTCOME_SIZE = 4
 
@@ -47,11 +46,12 @@ def _compute_update(scores, labels, rule, seed, update_seed, update_coefs, outco
     up = _mean_loss(scores, row, real, column, label, ROWS, CLASSES, NORMALISED)
     down = _mean_loss(scores + ROWS * CLASSES, row, real, column, label, ROWS, CLASSES, NORMALISED)
     spread, rate, clip, rule_keep = tl.load(rule), tl.load(rule + 1), tl.load(rule + 2), tl.load(rule + 3)
+    largest = tl.load(rule + 4)
     slope = (up - down) / spread
     clipped = tl.where(clip > 0.0, tl.maximum(-clip, tl.minimum(clip, slope)), slope)
     product = rate * clipped
     usable = (
-        _is_finite(up) & _is_finite(down) & _is_finite(slope) & _is_finite(rule_keep) & (tl.abs(product) <= FLOAT32_MAX)
+        _is_finite(up) & _is_finite(down) & _is_finite(slope) & _is_finite(rule_keep) & (tl.abs(product) <= largest)
     )
     coef = tl.where(usable, product, 0.0).to(tl.float32)
     keep = tl.where(usable, rule_keep, 1.0).to(tl.float32)
@@ -72,8 +72,8 @@ def compute_update(scores: Tensor, labels: Tensor, rule: Tensor, seed: Tensor, u
                    outcome: Tensor, normalised: bool) -> None:  # fmt: skip
     """scores[2·rows, classes] of a pair and labels[rows] → `outcome`, and the seed and coefficients of the update.
 
-    `rule` holds the numbers of a `PairRule` in order; it and `outcome` are float64. Without finite losses the update changes
-    nothing. `normalised`: the scores are log-probabilities.
+    `rule` holds the numbers of a `PairRule` in order; it and `outcome` are float64. Without finite losses, or with a coefficient
+    that the weights cannot hold, the update changes nothing. `normalised`: the scores are log-probabilities.
     """
     rows, classes = labels.numel(), scores.shape[-1]
     assert scores.is_contiguous() and scores.shape == (2 * rows, classes) and scores.dtype == torch.float32
