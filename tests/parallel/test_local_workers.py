@@ -22,7 +22,7 @@ from mezzo.journal.content import read
 from mezzo.runs.folder import Folder
 from tests.parallel.faulty_engine import FACTORY, set_fault
 from tests.parallel.process_tree import descendants, end_within, listening_addresses, worker_pids
-from tests.processes import start_run, wait_for_lines
+from tests.processes import patience, start_run, wait_for_lines
 
 
 @pytest.mark.parametrize("space", ["lora", "full"])
@@ -74,11 +74,12 @@ def run_with_fault(options, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["exit", "shape", "text", "raise"])
 def test_worker_that_exits_or_sends_invalid_replies_is_replaced(run_with_fault, single_process_digests, tmp_path, kind):
-    run = run_with_fault(kind=kind, times=2, after=20)
+    times = 1 if kind == "raise" else 2  # two could raise on the same unit, which ends the run
+    run = run_with_fault(kind=kind, times=times, after=20)
     assert run.digest == single_process_digests["lora"]
-    assert run.workers["lost"] == 2
+    assert run.workers["lost"] == times
     reports = [line["text"] for line in Folder(tmp_path / "r").metrics() if line["event"] == "worker"]
-    assert len(reports) == 2
+    assert len(reports) == times
     assert all("a new one starts from the base model and the journal" in text for text in reports)
 
 
@@ -214,7 +215,7 @@ def test_killing_workers_repeatedly_and_the_driver_twice_gives_same_digest(optio
             driver.join()
             assert end_within(children), "workers end with their driver"
         else:
-            driver.join(120)
+            driver.join(patience(120))
             assert driver.exitcode == 0
     assert killed >= 3
     assert read(run).steps == 400

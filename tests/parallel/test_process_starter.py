@@ -47,6 +47,8 @@ def test_stopped_worker_ends_after_its_driver(transport):
 def test_process_starter_that_hangs_does_not_freeze_the_run(transport, monkeypatch):
     transport.start_worker().kill()
     (starter,) = processes._starters.values()
+    own = starter.socket.gettimeout()
+    assert own is not None and 0 < own <= 600, "it does not wait forever"
     starter.socket.settimeout(0.5)
     os.kill(starter.process.pid, signal.SIGSTOP)
     start = time.monotonic()

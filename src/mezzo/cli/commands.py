@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import shlex
 import sys
 import threading
@@ -26,7 +27,6 @@ from mezzo.config import OPTIONS, from_file
 from mezzo.drawing.text import shows_unicode
 from mezzo.errors import ConfigError, join_names
 from mezzo.evaluation.figures import describe_loss
-from mezzo.evaluation.rewards import REWARDS
 from mezzo.journal.atomic_files import write_atomically
 from mezzo.parallel.transports import torchrun
 from mezzo.runs.datasets import DEFAULT_TASK
@@ -100,7 +100,7 @@ def _announce(options: Namespace) -> None:
         say(f"continuing {options.resume}; loading …", sys.stderr)
         return
     config = api.resolve(_all_options(options))
-    words = METHOD_WORDS[choose_method(config, rewards=config.task in REWARDS)]
+    words = METHOD_WORDS[choose_method(config, rewards=api.rewards_text(config))]
     say(f"fine-tuning {config.model} on {config.task or config.train or DEFAULT_TASK}, {words}; loading …", sys.stderr)
 
 
@@ -286,17 +286,34 @@ def _end_as_by_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+class _Terminated(BaseException):
+    """A signal ended the program; the argument is its number."""
+
+
+def _raise_terminated(number: int, _: Any) -> None:
+    raise _Terminated(number)
+
+
 @contextlib.contextmanager
 def _exit_on_signals() -> Iterator[None]:
-    """Exit through Python when a job scheduler or a closed terminal ends the program, so that temporary folders are removed."""
+    """Leave the block when a job scheduler or a closed terminal ends the program, so that temporary folders are removed.
+
+    Then end at once: Python's own exit frees the libraries one by one, which a signal in the middle of a forward may have left in
+    a state that crashes.
+    """
     import signal
 
     signals = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
     handled = [each for each in signals if signal.getsignal(each) == signal.SIG_DFL]
     for each in handled:
-        signal.signal(each, lambda number, _: sys.exit(128 + number))
+        signal.signal(each, _raise_terminated)
     try:
         yield
+    except _Terminated as end:
+        for file in filter(None, (sys.stdout, sys.stderr)):
+            with contextlib.suppress(OSError, ValueError):
+                file.flush()
+        os._exit(128 + end.args[0])
     finally:
         for each in handled:
             signal.signal(each, signal.SIG_DFL)
