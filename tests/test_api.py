@@ -13,6 +13,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 import mezzo
 from mezzo import api
+from mezzo.cli import main
 from mezzo.engines.hf_hub import locate
 from mezzo.errors import ConfigError, DataError, TaskError
 from mezzo.signal import Signal, measure, summarize_slopes
@@ -266,6 +267,15 @@ def test_signal_of_label_words_exceeds_that_of_accuracy():
     assert small.zero_slope_share > 0.5
     assert words.signal_to_noise > small.signal_to_noise
     assert ("cross_entropy", "head", 1e-3) in by_setting
+
+
+def test_signal_needs_no_options(capsys):
+    """The method that a run would choose, solve, has no batch size; slopes are measured at that of SPSA."""
+    assert (
+        main(["signal", "--directions", "2", "--batches", "2", "--objectives", "cross_entropy", "--threads", "1"]) == 0
+    )
+    assert "cross_entropy @ " in capsys.readouterr().out
+    assert measure({"method": "solve", "threads": 1}, 2, 2, "cross_entropy").rows[0].slopes == 4
 
 
 def test_signal_recommends_only_what_differs_beyond_the_intervals():

@@ -72,10 +72,10 @@ def test_pushed_model_has_its_figures_in_the_metadata(run, tmp_path, monkeypatch
         shutil.copytree(folder_path, tmp_path / "hub")
         asked.append((repo_id, commit_message))
 
-    monkeypatch.setattr(HfApi, "create_repo", lambda self, name, private, exist_ok: f"https://hub/{name}?{private}")
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, name, private, exist_ok: f"https://hub/{name}/{private}")
     monkeypatch.setattr(HfApi, "upload_folder", upload)
     assert main(["export", run.out, "adapter", "--push", "me/mine", "--private"]) == 0
-    assert capsys.readouterr().out == "pushed to https://hub/me/mine?True\n"
+    assert capsys.readouterr().out == "pushed to https://hub/me/mine/True\n"
     assert asked == [("me/mine", "mezzo export adapter")]
     assert (tmp_path / "hub" / "adapter_model.safetensors").is_file()
     results = ModelCard.load(tmp_path / "hub" / "README.md").data.eval_results

@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from safetensors.torch import load_file, save_file
 
 from mezzo import api
 from mezzo.engines.torch.catalog import digest_of
+from mezzo.engines.torch.engine import TorchEngine
 from mezzo.errors import ConfigError, DataError, JournalError, RunFailed
 from mezzo.journal.content import read
+from mezzo.replay.snapshots import Snapshots
+from mezzo.types import Update
 from tests.processes import kill_after, patience, start_run, wait_for_lines
 
 STEPS = 400
@@ -79,7 +83,7 @@ def test_run_that_hits_a_file_size_limit_can_be_resumed(options, tmp_path):
     uninterrupted = api.finetune(**options, out=str(tmp_path / "uninterrupted"))
     run = tmp_path / "full"
     process = start_run({**options, "out": str(run)}, max_file_bytes=40_000, error_file=str(tmp_path / "error"))
-    process.join(120)
+    process.join(patience(120))
     assert process.exitcode == 1
     assert f"continue with --resume {run}" in (tmp_path / "error").read_text()
     content = read(run)
@@ -96,7 +100,7 @@ def test_run_that_fills_the_disk_can_be_resumed(options, tmp_path):
         process = start_run(
             {**options, "out": str(disk / "run"), "snapshot_minutes": 10}, error_file=str(tmp_path / "error")
         )
-        process.join(120)
+        process.join(patience(120))
         assert process.exitcode == 1
         assert "the disk is full" in (tmp_path / "error").read_text()
         shutil.copytree(disk / "run", tmp_path / "run")
@@ -280,6 +284,28 @@ def test_snapshots_of_another_run_are_ignored(options, tmp_path):
     resumed = api.finetune(resume=str(b), steps=30)
     assert resumed.digest == uninterrupted.digest != other.digest
     assert api.verify(b).ok
+
+
+def test_rebuilding_starts_from_the_newest_snapshot(options, tmp_path, monkeypatch):
+    """The updates before it are not applied again."""
+    api.finetune(**{**options, "steps": 30, "eval_every": 10}, out=str(tmp_path / "r"))
+    steps = sorted(Snapshots(tmp_path / "r" / "snapshots").steps())
+    expected, counts, apply = read(tmp_path / "r").marks, [], TorchEngine.apply
+
+    def count(engine: TorchEngine, updates: Sequence[Update]) -> None:
+        counts.append(len(updates))
+        apply(engine, updates)
+
+    monkeypatch.setattr(TorchEngine, "apply", count)
+    for at in (steps[0], steps[-1] - 3, 30):
+        counts.clear()
+        engine, _ = api.open_run(tmp_path / "r", at=at)
+        assert sum(counts) == at - max([step for step in steps if step <= at], default=0)
+        assert expected.get(at, engine.digest()) == engine.digest()
+    shutil.rmtree(tmp_path / "r" / "snapshots")
+    counts.clear()
+    api.open_run(tmp_path / "r", at=30)
+    assert sum(counts) == 30
 
 
 def test_resume_needs_a_python_objective_again(options, tmp_path):

@@ -152,6 +152,9 @@ def test_verdict(word, found, changes, method):
     verdict = judge(**{"findings": set(), "best_step": 9, **changes}, method=method, gains=found)
     assert verdict.word == word
     assert ("--lr" in verdict.reason) == (method == "spsa" and word in ("did not move", "no gain", "diverged"))
+    after_skips = judge(**{"findings": set(), "best_step": 9, **changes}, method=method, gains=found, skipped=3)
+    assert after_skips.word == verdict.word
+    assert "A larger" not in after_skips.reason and "arger --lr" not in after_skips.reason
     assert parse_verdict(str(verdict)) == verdict
 
 

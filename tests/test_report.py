@@ -33,9 +33,12 @@ from mezzo.journal.journal import Journal
 from mezzo.reports import live, make_server, read_run, sampling
 from mezzo.reports.charts import comparison_charts, run_charts
 from mezzo.types import StepRecord, Update
+from tests.hostile.files import read_json_lines, write_journal
 from tests.processes import patience, reset_signals, wait_until
 
 HOSTILE = "<script>window.hacked = 1</script>\"'><img src=x onerror='window.hacked = 1'>&<b>"
+# What no policy of a page forbids: it leads the reader to another one.
+HOSTILE_META = "\"'><meta http-equiv=refresh content='0;url=http://127.0.0.1:9/'>&<b>"
 WIDTHS = {"phone": 390, "desktop": 1280}
 
 
@@ -124,8 +127,6 @@ def test_untrusted_run_cannot_inject_code_into_the_page(run, tmp_path):
     lines = [
         {"event": "warning", "step": HOSTILE, "text": HOSTILE, "kind": HOSTILE},
         {"event": "command", "text": HOSTILE},
-        {"event": "evaluation", "step": HOSTILE, "value": HOSTILE, "interval": HOSTILE},
-        {"event": "evaluation", "step": 61, "value": 0.5, "interval": [0.4, 0.6], "metric": HOSTILE, "n": HOSTILE},
         {"event": "start", "train": HOSTILE, "engine": HOSTILE, "parameters": HOSTILE},
         {"event": "result", "value": 1, "interval": [HOSTILE, 1e999], "digest": HOSTILE, "tested_on": HOSTILE},
         {"event": "step", "step": [], "seconds": HOSTILE},
@@ -141,6 +142,27 @@ def test_untrusted_run_cannot_inject_code_into_the_page(run, tmp_path):
     assert not [tag for tag, _ in found.tags if tag in ("script", "img")]
     assert not [name for _, attrs in found.tags for name in attrs if name.startswith("on")]
     assert HOSTILE in "".join(found.text)
+    for plot in (tmp_path / "plots").glob("*.svg"):
+        ElementTree.parse(plot)
+
+
+def test_evaluations_of_an_untrusted_journal_cannot_inject_code_into_the_page(run, tmp_path):
+    """They come from the journal, whose checksums anybody can compute."""
+    journal = read_json_lines(run / "journal.jsonl")
+    for line in journal:
+        if "event" in line:
+            texts = {name: HOSTILE_META for name, value in line.items() if isinstance(value, str) and name != "event"}
+            line |= {**texts, "metric": HOSTILE_META, "n": HOSTILE_META, HOSTILE_META: HOSTILE_META}
+    assert sum("event" in line for line in journal) > 5
+    write_journal(run / "journal.jsonl", journal)
+    (other := tmp_path / "other").mkdir()
+    shutil.copytree(run, other / "run")
+    for runs in ([run], [run, other / "run"]):
+        page = mezzo.report(*runs, out=tmp_path / "page.html", plots=tmp_path / "plots").read_text()
+        tags = Tags(page).tags
+        policies = [attrs["http-equiv"] for tag, attrs in tags if tag == "meta" and "http-equiv" in attrs]
+        assert policies == ["Content-Security-Policy"]
+        assert "http-equiv=refresh" not in page, "only known metrics are named"
     for plot in (tmp_path / "plots").glob("*.svg"):
         ElementTree.parse(plot)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,9 +15,9 @@ from mezzo import reports
 from mezzo.config import OPTIONS, RunConfig, from_file, from_mapping
 from mezzo.engines.base import Engine
 from mezzo.engines.hf_hub import family_of, load_config
-from mezzo.errors import ConfigError, DataError, JournalError, RunFailed
+from mezzo.errors import ConfigError, DataError, JournalError, LabelError, MezzoError, MezzoWarning, RunFailed
 from mezzo.evaluation.evaluate import Evaluation, refuse_nan
-from mezzo.evaluation.rewards import is_reward
+from mezzo.evaluation.rewards import check_function, explain_no_reward, is_reward
 from mezzo.journal.compact import export_compact
 from mezzo.journal.content import NAME as JOURNAL
 from mezzo.journal.journal import repair_journal
@@ -35,7 +36,7 @@ from mezzo.runs.reopen import open_base_engine, open_journal, open_run
 from mezzo.runs.result import Run
 from mezzo.runs.resume_checks import CONTACTING, RESUMABLE, Function
 from mezzo.runs.session import Session
-from mezzo.runs.setup import Setup, find_function, resolve_setup
+from mezzo.runs.setup import Setup, find_function, find_reward, resolve_setup
 from mezzo.runs.suggestion import propose_task, task_options
 from mezzo.tasks import Task, bundled_data
 from mezzo.tasks.proposal import Proposal
@@ -158,11 +159,28 @@ def with_task(
     source = rows if rows is not None else values.get("train")
     if values.get("task") or source is None:
         return dict(values)
-    if is_reward(function or find_function(str(values.get("objective", "")))):
-        return {**values, "task": "prompts"}
-    proposal = propose_task(resolve(values), source)
+    function = function or find_function(str(values.get("objective", "")))
+    if function is not None:
+        check_function(function)
+    if is_reward(function):
+        return {**values, "task": datasets.REWARD_TASK}
+    try:
+        proposal = propose_task(resolve(values), source)
+    except LabelError as error:
+        raise explain_no_reward(function, error) from None
     observe("proposal", {"text": str(proposal), **proposal.to_dict()})
     return {**values, **task_options(proposal)}
+
+
+def rewards_text(config: RunConfig) -> bool:
+    """Whether a run is trained on a reward of generated text, as far as that is known without its model."""
+    function = find_function(config.objective)
+    if function is not None:
+        return is_reward(function)
+    try:
+        return find_reward(config.objective, datasets.find_task(config, "causal")) is not None
+    except MezzoError:  # what is wrong with the task is said later
+        return False
 
 
 def suggest_task(data: str | Path | Sequence[Mapping[str, Any]], model: str | None = None, **options: Any) -> Proposal:
@@ -303,14 +321,18 @@ def evaluate(
     if source is None:
         raise DataError(f"task {setup.task.name!r} has no bundled data: pass --data FILE")
     config = setup.config
-    found, _ = datasets.load_labelled(source, setup.task, split, config, data is not None, setup.reward is not None)
+    found, _ = datasets.load_labelled(source, setup.task, split, config, data is not None, not setup.needs_labels)
     try:
         measure = setup.evaluate_linear_probe if linear_probe else setup.evaluate_in_detail
         detail = measure(engine, datasets.take_some(found, config.eval_limit))
         refuse_nan(np.array(detail.evaluation.loss) if detail.scores is None else detail.scores)
+        for kind, text in (setup.reward.messages if setup.reward else {}).items():
+            warnings.warn(f"a call of the reward failed ({kind}): {text}", MezzoWarning, stacklevel=2)
         return detail.evaluation
     finally:
         engine.close()
+        if setup.reward:
+            setup.reward.close()
 
 
 def predict(
@@ -335,7 +357,9 @@ def predict(
 def assumed_task(run: str | Path | None, options: dict[str, Any]) -> str:
     """What is said about the task where neither a run nor an option names it; empty where one does."""
     run, options = _name_model(run, options)
-    return "" if run is not None or options.get("task") else datasets.describe_assumed_task(resolve(options))
+    if run is not None or options.get("task"):
+        return ""
+    return datasets.describe_assumed_task(resolve(options), is_reward(find_function(options.get("objective") or "")))
 
 
 def _name_model(run: str | Path | None, options: dict[str, Any]) -> tuple[str | Path | None, dict[str, Any]]:
@@ -352,6 +376,8 @@ def _open(run: str | Path | None, at: int | None, options: dict[str, Any]) -> tu
     objective = options.get("objective")
     function = objective if callable(objective) else find_function(objective or "")
     options = {name: value for name, value in options.items() if not (name == "objective" and function is objective)}
+    if run is None and is_reward(function) and not options.get("task"):
+        options |= datasets.assume_prompts(resolve(options))
     if run is not None:
         return open_run(run, at, function, **options)
     space = "lora" if options.get("quantize") or options.get("offload") else "full"

@@ -24,6 +24,10 @@ class DataError(MezzoError):
     """A data file cannot be read as examples."""
 
 
+class LabelError(DataError):
+    """No column of the data holds labels or right answers."""
+
+
 class ModelError(MezzoError):
     """A model cannot be found, loaded or perturbed exactly."""
 

@@ -128,7 +128,8 @@ def _parse_objective(text: str) -> tuple[str, str, float | None]:
 def _measure_readout(
     config: RunConfig, readout: str, objectives: list[tuple[str, float | None]], directions: int, batches: int
 ) -> list[ObjectiveSignal]:
-    setup = resolve_setup(config)
+    # Slopes are measured as SPSA does, and solve has no batch size of its own.
+    setup = resolve_setup(config.replace(method="spsa") if config.method in (None, "solve") else config)
     for name, _ in objectives:
         refuse_label_metric(name, setup.task, of_texts=())  # only scores are read here, no texts
     config = setup.config

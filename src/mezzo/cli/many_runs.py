@@ -102,6 +102,7 @@ def _watch(options: Namespace) -> Any:
     """Serve until Ctrl-C."""
     reports.compare(options.runs)  # a mistake is told here, not in the browser
     with reports.make_server(options.runs, options.port) as server, contextlib.suppress(KeyboardInterrupt):
-        say(f"the report is at {server.url} (Ctrl-C ends it)", sys.stderr)
+        # `say` would take the token out of the address.
+        print(f"the report is at {server.url} (Ctrl-C ends it)", file=sys.stderr, flush=True)
         server.serve_forever()
     return {"url": server.url}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from mezzo.drawing.text import fit_encoding
-from mezzo.evaluation.figures import describe_loss, format_figure
+from mezzo.evaluation.figures import describe_failed, describe_loss, format_figure
 from mezzo.runs.progress import RunProgress
 from mezzo.untrusted import printable, without_credentials
 
@@ -72,10 +72,12 @@ def event_line(event: str, values: dict[str, Any]) -> str:
         return _harmless(_start_line(values))
     if event == "zero-shot":
         calibrated = "" if values["calibrated"] is None else f", calibrated {values['calibrated']:.1%}"
-        return f"zero-shot {values['metric']} {format_figure(values['value'], values['metric'])}{calibrated} (n={values['n']})"
+        figure, failed = format_figure(values["value"], values["metric"]), describe_failed(values.get("failed", 0))
+        return f"zero-shot {values['metric']} {figure}{calibrated} (n={values['n']}{failed})"
     if event == "evaluation":
         step, metric, value, loss = (values[name] for name in ("step", "metric", "value", "loss"))
-        return f"step {step:>6}  dev {metric} {format_figure(value, metric)}  {describe_loss(loss, metric, 'dev ')}"
+        figure = f"{format_figure(value, metric)}{describe_failed(values.get('failed', 0))}"
+        return f"step {step:>6}  dev {metric} {figure}  {describe_loss(loss, metric, 'dev ')}"
     if event == "encoding" and values["examples"] < ANNOUNCED_EXAMPLES:
         return ""
     return _harmless(EVENT_LINES.get(event, "").format(**values))

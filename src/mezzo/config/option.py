@@ -10,6 +10,9 @@ from typing import Any, Literal
 
 from mezzo.errors import ConfigError, nearest
 
+# What an integer without a bound of its own may be at most: floats and the integers of arrays hold it.
+MAX_INTEGER = 2**63 - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
@@ -81,8 +84,9 @@ class Option:
             raise ConfigError(f"{self.name} must be positive, not {value}")
         if self.at_least is not None and value < self.at_least:
             raise ConfigError(f"{self.name} must be at least {self.at_least}, not {value}")
-        if self.at_most is not None and value > self.at_most:
-            raise ConfigError(f"{self.name} must be at most {self.at_most}, not {value}")
+        most = MAX_INTEGER if self.at_most is None and isinstance(value, int) else self.at_most
+        if most is not None and value > most:
+            raise ConfigError(f"{self.name} must be at most {most}, not {value}")
         if self.address and any(sign in str(value) for sign in "@?#"):
             raise ConfigError(
                 f"{self.flag} holds more than an address: a password or key would be stored with the run. "

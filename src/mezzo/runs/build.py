@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -72,8 +72,8 @@ def new_run(config: RunConfig, observe: Observer, function: Function | None = No
         return resume_run(
             str(config.out), observe, changes | ({} if function else {"objective": config.objective}), function
         )
-    objective = _load(setup, observe)
     with _Opened() as opened:
+        objective = _load(setup, observe, opened)
         engine = opened.add(_open_engine(setup))
         engine.check(setup.check_batch, setup.config.eps or 1e-3)
         found: RangeTest | EpsTest | None = None
@@ -120,13 +120,14 @@ def resume_run(
         own = function or find_function(config.objective)
         setup = resolve_setup(config, get_task(dict(header.task)), own)
         refuse_missing_data(setup.config, folder)
-        objective = _load(setup, observe)
+        objective = _load(setup, observe, opened)
         check_same_data(header, setup)
         engine = opened.add(_open_engine(setup))
         engine.micro_batch = header.micro_batch
         check_base(engine, content)
         bring_to(engine, content, content.steps, folder.snapshots)
-        check_same_counts(folder.metrics(), setup, changes)
+        with closing(folder.metrics()) as earlier:
+            check_same_counts(earlier, setup, changes)
         if copy := journal.cut_tail():
             text = f"the last {content.torn} bytes of the journal were damaged and have been moved to {copy}"
             observe("warning", {"text": text})
@@ -157,12 +158,12 @@ def make_header(setup: Setup, engine: Engine) -> Header:
     )
 
 
-def _load(setup: Setup, observe: Observer) -> Objective:
+def _load(setup: Setup, observe: Observer, opened: _Opened) -> Objective:
     """Load and encode the data and find the objective: the last mistakes that can be found without the model's weights."""
     observe("encoding", {"examples": len(setup.splits.train)})
     _ = setup.train_prompts
     if setup.reward and setup.reward.workers:
-        setup.reward.workers.start()  # before this process has threads and a GPU
+        opened.add(setup.reward.workers).start()  # before this process has threads and a GPU
     objective = setup.objective
     make_method(setup, objective)
     observe("loading", {"model": setup.config.model, "task": setup.task.name})

@@ -32,6 +32,8 @@ from mezzo.types import Example, Family
 
 # What is trained where neither a task nor data is named.
 DEFAULT_TASK = "questions"
+# What a reward of the user's own is given where no task is named.
+REWARD_TASK = "prompts"
 # Share of the training data that becomes dev when no dev data is given.
 HELD_OUT = 0.1
 LARGEST_HELD_OUT = 500
@@ -65,11 +67,17 @@ def with_model_task(config: RunConfig) -> RunConfig:
     return config.replace(task=json.dumps(own["task"], ensure_ascii=False), readout=readout)
 
 
-def describe_assumed_task(config: RunConfig) -> str:
-    """Which task is assumed where none is named, and why."""
+def describe_assumed_task(config: RunConfig, reward: bool = False) -> str:
+    """Which task is assumed where none is named, and why. `reward`: the objective is a reward of the user's own."""
     if own := model_settings(config.model).get("task"):
         return f"the task is {own['name']!r}, as {Path(config.model) / SETTINGS} says"
-    return f"no task is named: {DEFAULT_TASK!r} is assumed (--task NAME; 'mezzo tasks' lists them)"
+    assumed = REWARD_TASK if reward else DEFAULT_TASK
+    return f"no task is named: {assumed!r} is assumed (--task NAME; 'mezzo tasks' lists them)"
+
+
+def assume_prompts(config: RunConfig) -> dict[str, str]:
+    """The task of a user's own reward, unless the model carries one."""
+    return {} if "task" in model_settings(config.model) else {"task": REWARD_TASK}
 
 
 def match_family(task: Mapping[str, Any] | Task, family: Family, model: str) -> Task:
@@ -111,6 +119,12 @@ def load_splits(config: RunConfig, task: Task, unlabelled: bool = False) -> Spli
     if not unlabelled:
         _refuse_one_class(train, task, sources["train"])
     dev = examples.get("dev", [])
+    answered = sum(example.label >= 0 for example in train)
+    if unlabelled and config.k and task.kind == "generation" and answered < 2 * config.k:
+        raise ConfigError(
+            f"--k {config.k} needs {2 * config.k} rows with a right answer, to train on and as dev, and there are {answered}: "
+            "take --train-limit and --dev instead"
+        )
     if config.k:
         seed = config.seed if config.data_seed is None else config.data_seed
         train, sampled = k_shot(train, config.k, seed % 2**32, labels=task.labels)

@@ -164,9 +164,12 @@ def choose_method(config: RunConfig, one_direction: bool = False, rewards: bool 
             "direction: use --space lora, or --method spsa"
         )
     if config.lr == "auto" and (config.method in ("es", "adam") or rewards):
-        raise ConfigError("--lr auto is for --method spsa: give a number, or leave it out")
+        least = "follows the slopes of a loss, and a reward has none" if rewards else "is for --method spsa"
+        raise ConfigError(f"--lr auto {least}: give a number, or leave it out")
     if config.method == "adam" and (not ENGINES[config.engine].gradients or config.workers):
         raise ConfigError("--method adam needs gradients: it runs in one process of the torch engine, without workers")
-    if config.method or rewards:
-        return config.method or "es"
-    return "spsa" if not smooth or one_direction or any("solve" not in o.of_method for o in given) else "solve"
+    by_slopes = not smooth or one_direction or any("solve" not in o.of_method for o in given)
+    chosen = config.method or ("es" if rewards else "spsa" if by_slopes else "solve")
+    if others := [o for o in given if chosen not in o.of_method]:
+        raise ConfigError(f"--method {chosen} has no {others[0].flag}, which is for --method {others[0].of_method[0]}")
+    return chosen

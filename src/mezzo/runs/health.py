@@ -47,10 +47,13 @@ class Health:
     _evaluations: list[tuple[int, float, float]] = field(default_factory=list)
     """(step, loss, value) on dev."""
     _zero_streak: int = 0
+    _failing: bool = False
+    """Calls of the reward failed in the last step."""
 
     def watch(self, event: str, values: Mapping[str, Any]) -> Iterator[Finding]:
         """New findings after an event of the run; only `step` and `evaluation` matter."""
         if event == "step" and not values.get("skipped"):
+            self._failing = bool(values.get("failed"))
             checks = self._check_step(int(values["step"]), float(values["loss"]), [float(g) for g in values["slopes"]])
         elif event == "evaluation":
             checks = self._check_evaluation(int(values["step"]), float(values["loss"]), float(values["value"]))
@@ -84,11 +87,16 @@ class Health:
         if self._zero_streak < ZERO_SLOPES:
             return None
         other = "" if is_smooth(self.objective) else ", or --objective cross_entropy"
+        remedy = f"Try a larger --eps or --batch-size{other}; 'mezzo signal' measures what helps"
+        if self.method == "es":
+            remedy = (
+                "Calls of the reward fail: mend it first" if self._failing else "Try a larger --eps or --batch-size"
+            )
         return Finding(
             "no signal",
             step,
             f"the last {ZERO_SLOPES} steps moved nothing: the losses at θ+εz and θ−εz were equal, so every slope was zero. "
-            f"Try a larger --eps or --batch-size{other}; 'mezzo signal' measures what helps",
+            f"{remedy}",
         )
 
     def _exploding_loss(self, step: int) -> Finding | None:

@@ -16,13 +16,15 @@ from mezzo.untrusted import printable
 
 LIBRARY = {"adapter": "peft", "model": "transformers"}
 PEFT = ("from peft import PeftModel", "PeftModel.from_pretrained")
+# What is said of a method, and what it needs; of all others, MeZO and forward passes.
+METHODS = {"es": ("evolution strategies", "forward passes only"), "adam": ("AdamW", "gradients")}
 AUTO = {"masked": "AutoModelForMaskedLM", "causal": "AutoModelForCausalLM"}
 
 
 def model_card(kind: str, header: Header, events: Sequence[Mapping[str, Any]], step: int, steps: int) -> str:
     """The card's text. `events` are the run's metrics, where there are any: a compact journal has none."""
     config, task = header.config, header.task
-    how, passes = ("MeZO", "forward passes only") if header.rebuilds else ("AdamW", "gradients")
+    how, passes = METHODS.get(str(config.get("method")), ("MeZO", "forward passes only"))
     lines = [
         *_front(
             "mezzo" if config["space"] == "prefix" else LIBRARY[kind], str(config["model"]), _index(task, events, step)

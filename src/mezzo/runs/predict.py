@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,7 +17,7 @@ from mezzo.runs.setup import Setup
 from mezzo.tasks import load_rows
 from mezzo.tasks.readers import MAX_LINE, Row, Table, read_lines
 from mezzo.tasks.streams import read_stream
-from mezzo.types import Batch, Example, Probe
+from mezzo.types import Batch, Example, Probe, Prompt, Readout
 
 
 def predict_rows(engine: Engine, setup: Setup, source: Any, batch: int) -> Iterator[dict[str, Any]]:
@@ -92,10 +93,17 @@ def _to_row(setup: Setup, row: Any, where: str) -> Mapping[str, Any]:
     return row
 
 
+def _refuse_nan_after(engine: Engine, prompts: Sequence[Prompt]) -> None:
+    """Refuse a model without finite scores of what follows a prompt: the text it generates would be empty or random."""
+    any_token = [replace(prompt, label=0, candidates=(prompt.ids[:1],)) for prompt in prompts]
+    refuse_nan(score_prompts(engine, any_token, Readout("candidates")))
+
+
 def _predict(engine: Engine, setup: Setup, examples: tuple[Example, ...]) -> Iterator[dict[str, Any]]:
     """Each example's label and probabilities, or the text that is generated for it."""
     prompts = setup.encode(examples)
     if setup.task.kind == "generation":
+        _refuse_nan_after(engine, prompts)
         answers = engine.generate(Batch(prompts, setup.readout), [Probe()], setup.generation)
         for drawn in read_texts(answers, setup.decode, setup.stop)[0]:
             yield {"prediction": drawn[0], **({"draws": drawn} if len(drawn) > 1 else {})}

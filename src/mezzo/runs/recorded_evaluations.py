@@ -13,6 +13,9 @@ from mezzo.runs.outcome import Assessment, read_answers
 from mezzo.tasks import Task
 from mezzo.types import Example
 
+# Example-forwards that a run can have taken: no machine does more.
+MAX_SPENT = 2**63
+
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedCheckpoint:
@@ -51,13 +54,18 @@ def _parse(event: Mapping[str, Any], content: Content) -> Evaluation:
         calibrated = None if event["calibrated"] is None else float(event["calibrated"])
         low, high = (float(end) for end in event["interval"])
         return Evaluation(
-            metric=str(event["metric"]), interval=(low, high), n=int(event["n"]), calibrated=calibrated, **figures
+            metric=str(event["metric"]),
+            interval=(low, high),
+            n=int(event["n"]),
+            calibrated=calibrated,
+            failed=int(event.get("failed", 0)),
+            **figures,
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise JournalError(f"{content.path} has an evaluation without {error}; it was not written by mezzo") from None
 
 
 def _count(event: Mapping[str, Any], content: Content) -> int:
-    if isinstance(spent := event.get("spent"), int):
+    if isinstance(spent := event.get("spent"), int) and 0 <= spent <= MAX_SPENT:
         return spent
     raise JournalError(f"{content.path} has an evaluation without 'spent'; it was not written by mezzo")

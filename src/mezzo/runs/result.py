@@ -43,6 +43,8 @@ class Run:
     skipped_steps: int = 0
     failed_rewards: int = 0
     """Texts of training whose reward could not be computed."""
+    failed_test_rewards: int = 0
+    """The same of the texts that the tested checkpoint wrote."""
     digest: str = ""
     seconds: float = 0.0
     example_forwards: int = 0
@@ -100,8 +102,9 @@ class Run:
             rows.append(("moves", f"{self.moves} of {self.steps} steps found one that helped"))
         if self.skipped_steps:
             rows.append(("skipped steps", str(self.skipped_steps)))
-        if self.failed_rewards:
-            rows.append(("failed rewards", f"{self.failed_rewards:,} of {self.example_forwards:,} texts"))
+        if self.failed_rewards or self.failed_test_rewards:
+            tested = f", and {self.failed_test_rewards:,} of {self.tested_on}" if self.failed_test_rewards else ""
+            rows.append(("failed rewards", f"{self.failed_rewards:,} of {self.example_forwards:,} texts{tested}"))
         rows.append(("time", f"{self.seconds:.0f} s, {self.example_forwards:,} example-forwards"))
         if self.workers:
             rows.append(("workers", _workers_row(self.workers)))

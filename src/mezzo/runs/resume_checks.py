@@ -16,6 +16,7 @@ from mezzo.method.objectives import ObjectiveFunction
 from mezzo.method.optimizers import schedule
 from mezzo.runs.folder import Folder
 from mezzo.runs.setup import Setup
+from mezzo.untrusted import without_credentials
 
 # What may change when a run goes on: its limits and its machine.
 RESUMABLE = option_names(resumable=True)
@@ -99,7 +100,7 @@ def check_named_again(remembered: dict[str, Any], given: dict[str, Any]) -> None
     for option in unnamed_options(remembered, given):
         if option.contacts:
             again = "name it again, or another, to resume" if option.resumable else "name it again to resume"
-            used = f"{option.flag} {remembered[option.name]!r}"
+            used = without_credentials(f"{option.flag} {remembered[option.name]!r}")
             raise ConfigError(f"this run used {used}; {again}: {option.flag} {option.placeholder}")
     for name, value in given.items():
         fixed = name not in RESUMABLE or str(value).startswith("hub:")  # files move; a data set of the hub does not

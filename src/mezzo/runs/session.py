@@ -27,13 +27,11 @@ from mezzo.runs.outcome import Assessment, collect_answers, describe_changes, me
 from mezzo.runs.result import Run, read_curve
 from mezzo.runs.setup import Setup
 from mezzo.runs.trainer import MeZOTrainer
-from mezzo.runs.verdict import judge
+from mezzo.runs.verdict import SMALLER, judge
 from mezzo.types import StepRecord
 
 # After this many steps, an expected movement of the weights below this share of their size is warned about.
 SLOW_CHECK_STEP, SLOW_SHARE = 50, 1e-3
-# By method, what to lower against losses that are not finite.
-SMALLER = {"solve": "--eps", "spsa": "--lr or --eps", "es": "--lr or --eps", "adam": "--lr"}
 MIB = 2**20
 
 
@@ -218,6 +216,7 @@ class Session:
             zero_slope_share=zero / max(1, content.steps),
             skipped_steps=skipped,
             failed_rewards=failed,
+            failed_test_rewards=after.failed if after else 0,
             digest=digest,
             seconds=round(self.earlier_seconds + time.monotonic() - self.events.start_time, 2),
             example_forwards=trainer.spent,
@@ -225,7 +224,9 @@ class Session:
             stopped=trainer.stopped,
             warnings=tuple(self.events.warnings),
             workers=self.engine.run_stats() if isinstance(self.engine, Workers) else None,
-            verdict=str(judge(self.events.health.kinds, method, best, gains)),
+            verdict=str(
+                judge(self.events.health.kinds, method, best, gains, skipped, self._explain_no_rewards(failed))
+            ),
             memory_mib=round(memory.peak()),
             curve=read_curve(content.events),
             **describe_changes(self.untrained, trained, test, task),
@@ -240,6 +241,12 @@ class Session:
         detail, assessment = self._test()
         self.folder.write_mistakes(step, list_mistakes(self.setup.splits.test, detail, self.setup.task))
         return assessment
+
+    def _explain_no_rewards(self, failed: int) -> str:
+        """Why all texts of training failed, by the first failure; empty where some did not."""
+        if self.setup.reward is None or not 0 < self.trainer.spent <= failed:
+            return ""
+        return next(iter(self.setup.reward.messages.values()), "the warnings of the run say why")
 
     def _warn_about_failed_rewards(self) -> None:
         """Say once of each kind that calls of the reward fail; the steps count them."""
@@ -256,8 +263,8 @@ class Session:
         if skipped:
             self.events.warn(
                 self.trainer.step,
-                f"{skipped} of {self.trainer.step} steps had no finite loss and were skipped: "
-                f"a smaller {SMALLER[str(self.setup.config.method)]} may help",
+                f"{skipped} of {self.trainer.step} steps were skipped: their loss was not finite, or they were too large for "
+                f"the weights. A smaller {SMALLER[str(self.setup.config.method)]} may help",
             )
 
     def _go_to(self, step: int) -> None:
@@ -288,6 +295,8 @@ class Session:
         try:
             self.engine.close()  # first: it may have something to report
         finally:
+            if self.setup.reward:
+                self.setup.reward.close()
             self.events.trackers.close()
             self.journal.close()
             self.folder.close()

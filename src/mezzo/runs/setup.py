@@ -13,7 +13,7 @@ from mezzo.config import RunConfig
 from mezzo.engines import ENGINES, open_engine
 from mezzo.engines.base import Engine, EngineSpec
 from mezzo.engines.hf_hub import family_of, load_config, load_tokenizer, longest_input
-from mezzo.errors import ConfigError, ModelError
+from mezzo.errors import ConfigError, LabelError, ModelError
 from mezzo.evaluation.evaluate import (
     DetailedEvaluation,
     Evaluation,
@@ -25,7 +25,15 @@ from mezzo.evaluation.evaluate import (
 from mezzo.evaluation.figures import REWARD
 from mezzo.evaluation.held_out import held_out_batch
 from mezzo.evaluation.reward_workers import RewardWorkers
-from mezzo.evaluation.rewards import LINE_END, REWARDS, Reward, RewardObjective, is_reward
+from mezzo.evaluation.rewards import (
+    LINE_END,
+    REWARDS,
+    Reward,
+    RewardObjective,
+    check_function,
+    explain_no_reward,
+    is_reward,
+)
 from mezzo.method import noise
 from mezzo.method.objectives import METRICS, OBJECTIVES, Objective, get_objective, import_function
 from mezzo.method.space import ADAPTERS, Space
@@ -63,7 +71,15 @@ class Setup:
 
     @cached_property
     def splits(self) -> Splits:
-        return load_splits(self.config, self.task, unlabelled=self.reward is not None)
+        try:
+            return load_splits(self.config, self.task, unlabelled=not self.needs_labels)
+        except LabelError as error:
+            raise explain_no_reward(self.function, error) from None
+
+    @property
+    def needs_labels(self) -> bool:
+        """Whether examples must have a label or a right answer; most rewards need none."""
+        return self.reward is None or self.reward.needs_answers
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -276,6 +292,8 @@ def resolve_setup(config: RunConfig, task: Task | None = None, function: Any = N
     `task` replaces what the configuration names: that of a journal's header, or a proposed one. `function` is the user's own
     objective: what a configuration names is not imported here, since it may come with somebody else's run.
     """
+    if function is not None:
+        check_function(function)
     config = config if task else with_model_task(config)
     config = config.replace(**splits_beside_train(config))
     config = config.replace(**_absolute_paths(config))

@@ -22,7 +22,7 @@ from mezzo.runs.events import Observer
 from mezzo.runs.folder import MAX_LINE, MAX_NAME, Folder, free_path, holds_run
 from mezzo.runs.resume_checks import Function
 from mezzo.runs.session import Session
-from mezzo.untrusted import read_bytes
+from mezzo.untrusted import parse_json, read_bytes
 
 NAME = "sweep.json"
 # Where runs lie that had to start again; hidden, so that no comparison counts them.
@@ -195,7 +195,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     file = path / NAME
     try:
         with explain_os_errors(file):
-            found = json.loads(read_bytes(file, MAX_LINE))
+            found = parse_json(read_bytes(file, MAX_LINE))
         options, grid = flatten(found["options"]), {str(name): list(values) for name, values in found["grid"].items()}
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         raise JournalError(f"{file} is damaged: start the sweep again with the same options in a new --out") from None

@@ -21,6 +21,8 @@ TONES: dict[str, Tone] = {
     "better than zero-shot, below calibrated": "neutral",
     "better than zero-shot, below the majority class": "neutral",
 }
+# By method, what to lower where steps are skipped.
+SMALLER = {"solve": "--eps", "spsa": "--lr or --eps", "es": "--lr or --eps", "adam": "--lr"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,17 @@ def _verdict(word: str, reason: str) -> Verdict:
     return Verdict(word, TONES.get(word, "bad"), reason)
 
 
-def judge(findings: Set[str], method: str, best_step: int, gains: Gains) -> Verdict:
-    """The verdict: trouble first (`findings` are the kinds of `health`), then whether anything moved, then the figures."""
+def judge(
+    findings: Set[str], method: str, best_step: int, gains: Gains, skipped: int = 0, failure: str = ""
+) -> Verdict:
+    """The verdict: trouble first (`findings` are the kinds of `health`), then whether anything moved, then the figures.
+    `skipped` steps moved nothing, because they were too large or had no finite loss. `failure`: why no text of the run has a
+    reward of its own."""
     plain, tested = gains.plain, _describe(gains)
     better = plain is not None and plain.better
     at = f"the checkpoint of step {best_step} that was tested: {tested}"
+    if failure:
+        return _verdict("no rewards", f"every call of the reward failed, so that nothing could be learned: {failure}")
     if "diverging" in findings:
         remedy = "a smaller --lr is needed" if method != "solve" else "a smaller --eps may help"
         return _verdict("diverged", f"the loss grew instead of falling: {remedy}; {at}")
@@ -65,9 +73,9 @@ def judge(findings: Set[str], method: str, best_step: int, gains: Gains) -> Verd
         return _verdict("nothing to gain", f"{same}. More examples to test on, or harder ones, would tell")
     if best_step == 0:
         as_it_came = f"no step was better on dev than the model as it came ({figure}, n={gains.n:,})"
-        return _verdict("did not move", f"{as_it_came}. {_advise(method)}")
+        return _verdict("did not move", f"{as_it_came}. {_advise(method, skipped)}")
     if plain.after == plain.before:
-        return _verdict("no gain", f"{same}, although the weights moved. {_advise(method)}")
+        return _verdict("no gain", f"{same}, although the weights moved. {_advise(method, skipped)}")
     if plain.worse:
         return _verdict("got worse", tested)
     if not better:
@@ -101,7 +109,9 @@ def _describe(gains: Gains) -> str:
     return "; ".join(parts)
 
 
-def _advise(method: str) -> str:
+def _advise(method: str, skipped: int) -> str:
+    if skipped:
+        return f"A smaller {SMALLER[method]} may help: {skipped:,} steps were skipped"
     if method == "es":
         return "A larger --lr or --eps, more steps, --samples or --batch-size may help"
     help = "A larger --lr, more steps" if method != "solve" else "More training examples, a larger --budget"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mezzo.errors import DataError
+from mezzo.errors import DataError, LabelError
 
 # Usual names, in order of preference; the last word of a longer name (`issue_category`) counts too.
 LABEL_NAMES = (
@@ -112,7 +112,7 @@ def _label_by_content(table: Mapping[str, Column], texts: Sequence[str], where: 
         raise DataError(
             f"{where}: the label could be {' or '.join(map(repr, likely))}; say which it is: --columns label=NAME"
         )
-    raise DataError(
+    raise LabelError(
         f"{where}: no column looks like labels (a few values that repeat) among {_quote(table)}; "
         "say which it is: --columns label=NAME"
     )

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mezzo.errors import DataError
+from mezzo.errors import DataError, LabelError
 from mezzo.tasks.column_names import SYNONYMS
 from mezzo.tasks.labels import LabelReader
 from mezzo.tasks.readers import BadRows, Cells, RawTable, Table
@@ -30,7 +30,8 @@ def match_columns(
     if missing or (label is None and labelled):
         column = missing[0] if missing else task.label_column
         hint = _columns_hint(column)
-        raise DataError(f"{where}: no column {column!r}; found {_quote_names(names)}; rename one, or {hint}")
+        error = DataError if missing else LabelError
+        raise error(f"{where}: no column {column!r}; found {_quote_names(names)}; rename one, or {hint}")
     return {column: source for column, source in columns.items() if source is not None}
 
 

@@ -17,6 +17,8 @@ from mezzo.errors import DataError, MezzoWarning
 MAX_LINE = 10_000_000
 # Bytes that a file may have, or unpack to, when it can only be read as a whole.
 MAX_TABLE = 2**30
+# Columns of a table. With more of them, finding those of a task takes minutes.
+MAX_COLUMNS = 10_000
 # What separates the cells of a .csv file, most likely first, and the rows that are tried.
 DELIMITERS, SNIFFED_ROWS = (",", ";", "\t"), 100
 # How files that are not text begin, and what they are.
@@ -214,7 +216,11 @@ def _read_csv(path: Path, encoding: str) -> RawTable:
     """Separated by commas, semicolons or tabs; quoted cells may contain separators, quotes and newlines."""
     default_limit = csv.field_size_limit(MAX_LINE)  # the module's own limit is lower, and global
     try:
-        return RawTable(str(path), list(_csv_rows(path, encoding, _sniff_delimiter(path, encoding))))
+        rows = []
+        for number, cells in _csv_rows(path, encoding, _sniff_delimiter(path, encoding)):
+            _check_columns(path, number, len(cells))
+            rows.append((number, cells))
+        return RawTable(str(path), rows)
     finally:
         csv.field_size_limit(default_limit)
 
@@ -236,10 +242,11 @@ def _sniff_delimiter(path: Path, encoding: str) -> str:
 
     def share_of_regular_rows(delimiter: str) -> float:
         try:
-            rows = [cells for _, cells in itertools.islice(_csv_rows(path, encoding, delimiter), SNIFFED_ROWS)]
+            rows = itertools.islice(_csv_rows(path, encoding, delimiter), SNIFFED_ROWS)
+            widths = [len(cells) for _, cells in rows]
         except DataError:  # quotes that do not fit the separator; reported when the file is read
             return 0.0
-        share = sum(len(cells) == len(rows[0]) > 1 for cells in rows) / max(1, len(rows))
+        share = sum(width == widths[0] > 1 for width in widths) / max(1, len(widths))
         return share if share > 0.5 else 0.0
 
     return max(DELIMITERS, key=share_of_regular_rows)
@@ -247,8 +254,12 @@ def _sniff_delimiter(path: Path, encoding: str) -> str:
 
 def _read_tsv(path: Path, encoding: str) -> RawTable:
     """Tab-separated as in GLUE: quotes are ordinary characters, except in a cell that was quoted when it was written."""
-    lines = ((number, line.rstrip("\r\n")) for number, line in numbered_lines(path, encoding) if line.strip())
-    return RawTable(str(path), [(number, [unquote(cell) for cell in line.split("\t")]) for number, line in lines])
+    rows = []
+    for number, line in numbered_lines(path, encoding):
+        if line.strip():
+            _check_columns(path, number, line.count("\t") + 1)
+            rows.append((number, [unquote(cell) for cell in line.rstrip("\r\n").split("\t")]))
+    return RawTable(str(path), rows)
 
 
 def _read_txt(path: Path, encoding: str) -> RawTable:
@@ -266,6 +277,7 @@ def _read_parquet(path: Path, _: str) -> Table:
     try:
         with parquet.ParquetFile(path) as file:
             metadata = file.metadata
+            _check_columns(path, 1, metadata.num_columns, "row")
             groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
             # The size it claims to unpack to, and one byte per cell: empty columns compress without limit.
             cells = metadata.num_rows * metadata.num_columns
@@ -330,7 +342,15 @@ def _check_object(value: Any, source: Any, number: int, unit: str = "line") -> R
         raise DataError(
             f"{source}, {unit} {number}: {type(value).__name__} is not an object with columns; write one object per row"
         )
+    _check_columns(source, number, len(value), unit)
     return value
+
+
+def _check_columns(source: Any, number: int, count: int, unit: str = "line") -> None:
+    if count > MAX_COLUMNS:
+        raise DataError(
+            f"{source}, {unit} {number}: {count:,} columns, and {MAX_COLUMNS:,} is the most; keep those that the task needs"
+        )
 
 
 def _bad_json(path: Path, number: int, error: Exception) -> DataError:
