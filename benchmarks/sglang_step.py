@@ -82,12 +82,15 @@ def score_population(engine: Any, batch: Batch, number: int, directions: int) ->
 
 
 def run_requests(engine: Any, batch: Batch, scored: bool) -> None:
-    """Prefill, or score, the batch by SGLang's own requests, under no adapter, with nothing in its cache."""
+    """Prefill, or score, the batch by SGLang's own requests, under no adapter."""
     rows = token_rows(batch)
     body = scoring_body(rows, [None] * len(rows), batch.readout)
     if not scored:
         body = {"input_ids": body["input_ids"], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
     engine.engine.generate(**body)
+
+
+def empty_cache(engine: Any) -> None:
     while not engine.engine.flush_cache().success:
         time.sleep(0.001)
 
@@ -103,11 +106,12 @@ def with_micro_batch(engine: Any, micro_batch: MicroBatch, run: Case) -> Case:
     return cut
 
 
-def time_in_turns(cases: dict[str, Case], batches: list[Batch]) -> dict[str, list[float]]:
-    """Milliseconds of each case on each batch; the first two batches warm up."""
+def time_in_turns(sglang: Any, cases: dict[str, Case], batches: list[Batch]) -> dict[str, list[float]]:
+    """Milliseconds of each case on each batch, with nothing in SGLang's cache; the first two batches warm up."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     for number, batch in enumerate(batches):
         for name, run in cases.items():
+            empty_cache(sglang)
             start = time.perf_counter()
             run(batch, number + 1)
             if torch.cuda.is_available():
@@ -213,7 +217,7 @@ def measure(sglang: Any, reference: Any, options: Any, results: dict[str, Any], 
             "bare prefill": bare(shared, 1 + directions),
         }
         for kind, cases, probes in (("step", one_step, 2), ("population", population, 1 + directions)):
-            times = time_in_turns(cases, batches)
+            times = time_in_turns(sglang, cases, batches)
             results[f"{name} {kind}"] = times
             note(f"{name} {kind}")
             print(table(times, kind, probes * count * (shared + length)), flush=True)
