@@ -33,7 +33,8 @@ from mezzo.method.objectives import accuracy_of, cross_entropy
 from mezzo.method.space import SPACES
 from mezzo.runs.budget import parse_budget
 from mezzo.runs.methods import make_method
-from mezzo.runs.setup import Setup, resolve_setup
+from mezzo.runs.resolve import resolve_setup
+from mezzo.runs.setup import Setup
 from mezzo.runs.trainer import MAX_SKIPS
 from mezzo.tasks import get_task
 from mezzo.types import Batch, GradientStep, Prompt, Question, StepRecord

@@ -45,7 +45,7 @@ Round = Callable[[int], list[Any]]
 def make_setup(options: argparse.Namespace, engine: str) -> Any:
     """A run on countdown, up to its engine."""
     from mezzo.config import RunConfig
-    from mezzo.runs.setup import resolve_setup
+    from mezzo.runs.resolve import resolve_setup
 
     config = RunConfig(
         model=options.model,

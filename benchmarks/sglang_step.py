@@ -106,12 +106,14 @@ def with_micro_batch(engine: Any, micro_batch: MicroBatch, run: Case) -> Case:
     return cut
 
 
-def time_in_turns(sglang: Any, cases: dict[str, Case], batches: list[Batch]) -> dict[str, list[float]]:
-    """Milliseconds of each case on each batch, with nothing in SGLang's cache; the first two batches warm up."""
+def time_in_turns(
+    cases: dict[str, Case], batches: list[Batch], prepare: Callable[[], None] = lambda: None
+) -> dict[str, list[float]]:
+    """Milliseconds of each case on each batch, without what `prepare` does before it; the first two batches warm up."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     for number, batch in enumerate(batches):
         for name, run in cases.items():
-            empty_cache(sglang)
+            prepare()
             start = time.perf_counter()
             run(batch, number + 1)
             if torch.cuda.is_available():
@@ -217,7 +219,7 @@ def measure(sglang: Any, reference: Any, options: Any, results: dict[str, Any], 
             "bare prefill": bare(shared, 1 + directions),
         }
         for kind, cases, probes in (("step", one_step, 2), ("population", population, 1 + directions)):
-            times = time_in_turns(sglang, cases, batches)
+            times = time_in_turns(cases, batches, lambda: empty_cache(sglang))
             results[f"{name} {kind}"] = times
             note(f"{name} {kind}")
             print(table(times, kind, probes * count * (shared + length)), flush=True)

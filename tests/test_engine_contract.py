@@ -22,7 +22,8 @@ from mezzo.engines.torch import catalog
 from mezzo.errors import JournalError, RunFailed
 from mezzo.method.objectives import get_objective
 from mezzo.parallel.setup import open_workers
-from mezzo.runs.setup import Setup, resolve_setup
+from mezzo.runs.resolve import resolve_setup
+from mezzo.runs.setup import Setup
 from mezzo.types import Batch, Generation, MicroBatch, Probe, Prompt, Readout, Scores, Update
 
 PAIR = (Probe(((7, 1e-2),)), Probe(((7, -1e-2),)))

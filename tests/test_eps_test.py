@@ -7,7 +7,7 @@ import json
 import mezzo
 from mezzo.config import from_mapping
 from mezzo.runs.eps_test import MOST_RISE, find_eps
-from mezzo.runs.setup import resolve_setup
+from mezzo.runs.resolve import resolve_setup
 
 OPTIONS = {"model": "mezzo/llama-mini", "task": "countdown", "objective": "countdown", "device": "cpu", "threads": 1}
 QUICK = {"steps": 1, "samples": 2, "batch_size": 2, "train_limit": 8, "eval_limit": 4, "max_new_tokens": 4}

@@ -19,7 +19,7 @@ from mezzo.engines.torch.forward.generation import Sampler
 from mezzo.errors import ConfigError, TaskError
 from mezzo.evaluation.rewards import RewardObjective, read_texts
 from mezzo.method.space import Space
-from mezzo.runs.setup import resolve_setup
+from mezzo.runs.resolve import resolve_setup
 from mezzo.tasks import Encoder, get_task
 from mezzo.types import Batch, Example, Generation, MicroBatch, Probe, Prompt
 from tests.conftest import make_batch, make_llama

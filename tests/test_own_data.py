@@ -19,7 +19,7 @@ from mezzo import api
 from mezzo.cli import main
 from mezzo.errors import DataError
 from mezzo.runs.datasets import hold_out
-from mezzo.runs.setup import resolve_setup
+from mezzo.runs.resolve import resolve_setup
 from mezzo.runs.suggestion import mutual_information
 from mezzo.tasks import Task, get_task, load_examples
 from mezzo.tasks.task_file import to_toml

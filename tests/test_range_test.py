@@ -11,7 +11,7 @@ from mezzo.config import from_mapping
 from mezzo.errors import ConfigError
 from mezzo.runs.defaults import apply_defaults
 from mezzo.runs.range_test import CAUTION, RangeTest, find_rate
-from mezzo.runs.setup import resolve_setup
+from mezzo.runs.resolve import resolve_setup
 
 HEAD = {
     "task": "reviews",

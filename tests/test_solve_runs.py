@@ -13,7 +13,7 @@ from mezzo.config import from_mapping
 from mezzo.errors import ConfigError
 from mezzo.journal.content import read
 from mezzo.runs.budget import Budget, parse_budget
-from mezzo.runs.setup import resolve_setup
+from mezzo.runs.resolve import resolve_setup
 
 
 @pytest.fixture(scope="module")

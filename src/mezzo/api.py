@@ -30,13 +30,15 @@ from mezzo.runs.defaults import SETTINGS
 from mezzo.runs.events import Observer
 from mezzo.runs.folder import Folder
 from mezzo.runs.model_card import model_card
+from mezzo.runs.objectives import find_function, find_reward
 from mezzo.runs.predict import predict_rows
 from mezzo.runs.recorded_evaluations import best_step
 from mezzo.runs.reopen import open_base_engine, open_journal, open_run
+from mezzo.runs.resolve import resolve_setup
 from mezzo.runs.result import Run
 from mezzo.runs.resume_checks import CONTACTING, RESUMABLE, Function
 from mezzo.runs.session import Session
-from mezzo.runs.setup import Setup, find_function, find_reward, resolve_setup
+from mezzo.runs.setup import Setup
 from mezzo.runs.suggestion import propose_task, task_options
 from mezzo.tasks import Task, bundled_data
 from mezzo.tasks.proposal import Proposal

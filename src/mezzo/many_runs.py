@@ -10,7 +10,7 @@ from mezzo import api, reports
 from mezzo.config import flatten
 from mezzo.errors import ConfigError
 from mezzo.runs.events import Observer
-from mezzo.runs.setup import resolve_setup
+from mezzo.runs.resolve import resolve_setup
 from mezzo.runs.sweep import Sweep, continue_sweep, new_sweep, parse_grid
 from mezzo.tasks import Task
 

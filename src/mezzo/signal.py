@@ -17,7 +17,8 @@ from mezzo.evaluation.rewards import REWARDS, is_reward
 from mezzo.method.batches import make_batches
 from mezzo.method.estimators import Spsa
 from mezzo.method.objectives import OBJECTIVES, get_objective, import_function
-from mezzo.runs.setup import refuse_label_metric, resolve_setup
+from mezzo.runs.objectives import refuse_label_metric
+from mezzo.runs.resolve import resolve_setup
 
 DEFAULT = "cross_entropy,head,accuracy@1e-3,accuracy@1e-2,accuracy@1e-1"
 

@@ -21,7 +21,7 @@ from mezzo.errors import ConfigError, SpaceError
 from mezzo.method import noise
 from mezzo.method.objectives import OBJECTIVES
 from mezzo.method.space import ADAPTERS, SPACES, Space, select
-from mezzo.runs.setup import resolve_setup
+from mezzo.runs.resolve import resolve_setup
 from mezzo.signal import DEFAULT
 from mezzo.types import TensorInfo
 

@@ -17,8 +17,8 @@ from mezzo.method.batches import make_batches
 from mezzo.method.estimators import Spsa
 from mezzo.method.objectives import get_objective
 from mezzo.runs.folder import Folder
+from mezzo.runs.resolve import resolve_setup
 from mezzo.runs.result import Run
-from mezzo.runs.setup import resolve_setup
 from mezzo.tasks import load_examples
 from tests.sglang.conftest import MODEL
 

@@ -14,7 +14,7 @@ from mezzo import api
 from mezzo.engines.hf_hub import load_tokenizer
 from mezzo.engines.torch.loading import load_model
 from mezzo.errors import ModelError, TaskError
-from mezzo.runs.setup import resolve_setup
+from mezzo.runs.resolve import resolve_setup
 from tests.conftest import scale_up_weights, train_tokenizer
 from tests.torch_engine.test_families import FAMILIES, GPT2, make
 

@@ -27,8 +27,10 @@ from mezzo.runs.events import Events, Observer
 from mezzo.runs.folder import Folder, holds_run
 from mezzo.runs.health import Health
 from mezzo.runs.methods import make_method
+from mezzo.runs.objectives import find_function
 from mezzo.runs.range_test import RangeTest, find_rate
 from mezzo.runs.recorded_evaluations import read_evaluations, read_zero_shot
+from mezzo.runs.resolve import resolve_setup
 from mezzo.runs.resume_checks import (
     CONTACTING,
     RESUMABLE,
@@ -42,7 +44,7 @@ from mezzo.runs.resume_checks import (
     refuse_missing_data,
 )
 from mezzo.runs.session import Session
-from mezzo.runs.setup import Setup, find_function, resolve_setup
+from mezzo.runs.setup import Setup
 from mezzo.runs.trackers import Trackers, check_installed
 from mezzo.runs.trainer import Limits, MeZOTrainer
 from mezzo.tasks import get_task

@@ -18,7 +18,8 @@ from mezzo.replay.replay import bring_to, check_base
 from mezzo.runs.datasets import find_task
 from mezzo.runs.folder import Folder
 from mezzo.runs.recorded_evaluations import best_step
-from mezzo.runs.setup import Setup, resolve_setup
+from mezzo.runs.resolve import resolve_setup
+from mezzo.runs.setup import Setup
 from mezzo.tasks import get_task
 from mezzo.untrusted import values_without_credentials
 

@@ -13,7 +13,7 @@ from mezzo.config import OPTIONS, RunConfig
 from mezzo.engines.hf_hub import family_of, load_config, load_tokenizer
 from mezzo.evaluation.evaluate import probabilities, score_prompts
 from mezzo.runs.datasets import column_names, take_some, write_task
-from mezzo.runs.setup import resolve_setup
+from mezzo.runs.resolve import resolve_setup
 from mezzo.tasks.loading import read_table
 from mezzo.tasks.proposal import Proposal, propose, sample_texts
 from mezzo.tasks.tokenizer import TokenizerWrapper
