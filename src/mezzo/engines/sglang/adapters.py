@@ -74,7 +74,7 @@ def _shape_on(space: Space, targets: set[str]) -> AdapterShape:
 
 def choose_micro_batch(spec: EngineSpec) -> MicroBatch:
     """The examples and probes of one forward."""
-    if not spec.many_probes:
+    if not scores_many_probes(spec):
         return MicroBatch(rows=spec.rows, members=PROBES_PER_FORWARD)
     rows = min(spec.rows, SEQUENCES // MANY_PROBES) if spec.fewer_rows else spec.rows
     return MicroBatch(rows=rows, members=max(PROBES_PER_FORWARD, min(MANY_PROBES, SEQUENCES // rows)))
@@ -82,8 +82,13 @@ def choose_micro_batch(spec: EngineSpec) -> MicroBatch:
 
 def adapter_count(spec: EngineSpec) -> int:
     """Adapters that SGLang is to hold at once: those of a forward, or of the population that generates together."""
-    scored = MANY_PROBES if spec.many_probes else PROBES_PER_FORWARD
+    scored = MANY_PROBES if scores_many_probes(spec) else PROBES_PER_FORWARD
     return max(scored, min(spec.population, MOST_ADAPTERS))
+
+
+def scores_many_probes(spec: EngineSpec) -> bool:
+    """Whether questions of many probes are about scores; those of a population are about texts."""
+    return spec.many_probes and not spec.population
 
 
 def adapter_tensors(module: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
