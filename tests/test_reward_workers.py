@@ -17,7 +17,7 @@ from mezzo.config import OPTIONS
 from mezzo.evaluation.reward_calls import Failure
 from mezzo.evaluation.reward_workers import RewardWorkers
 from mezzo.types import LARGEST_REWARD
-from tests.processes import reset_signals, wait_until
+from tests.processes import patience, reset_signals, wait_until
 
 
 def reward(completion):
@@ -178,11 +178,11 @@ def test_nothing_outlives_the_run(killed, tmp_path):
     pids = noted_processes(tmp_path / "mark")
     (_, supervisor) = noted_processes(tmp_path / "supervisor")
     if killed == "supervisor":
+        (tmp_path / "mark").unlink()  # the call is made again
         os.kill(supervisor, signal.SIGKILL)
-        (tmp_path / "mark").unlink(missing_ok=True)  # the call is made again
         wait_until(lambda: not any(map(is_alive, pids)))
         pids += noted_processes(tmp_path / "mark")
     end = os.kill if killed == "run" else os.killpg
     end(run.pid, signal.SIGINT if killed == "ctrl-c" else signal.SIGKILL)
-    run.wait(timeout=20)
+    run.wait(patience(20))
     wait_until(lambda: not any(map(is_alive, (*pids, supervisor))))
