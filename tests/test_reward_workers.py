@@ -184,5 +184,5 @@ def test_nothing_outlives_the_run(killed, tmp_path):
         pids += noted_processes(tmp_path / "mark")
     end = os.kill if killed == "run" else os.killpg
     end(run.pid, signal.SIGINT if killed == "ctrl-c" else signal.SIGKILL)
-    run.wait(patience(20))
+    assert run.wait(patience(20)) != 0, "it was ended in the middle of a call"
     wait_until(lambda: not any(map(is_alive, (*pids, supervisor))))
