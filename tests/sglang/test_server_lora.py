@@ -60,6 +60,13 @@ def reference():
     return engine
 
 
+def look_often(monkeypatch):
+    """Lost servers are noticed, and looked for, within a second."""
+    for module, name in ((connection, "LOOK_SECONDS"), (replica, "LOOK_TIMEOUT"), (pool, "FIRST_LOOK")):
+        monkeypatch.setattr(module, name, 0.5)
+    monkeypatch.setattr(pool, "LONGEST_LOOK", 0.5)
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_scores_match_torch_engine(servers, reference, replicas):
     engine = open_engine("sglang", spec_of(LORA, urls=tuple(server.url for server in servers[:replicas])))
@@ -90,6 +97,31 @@ def test_es_over_a_url_equals_the_run_in_process(servers, tmp_path):
     with pytest.raises(ConfigError, match=r"cannot draw texts.*--enable-custom-logit-processor"):
         api.finetune(MODEL, **QUICK, **run, **refused)
     assert not (tmp_path / "refused").exists()
+
+
+def test_es_loses_nothing_when_a_server_is_killed(servers, tmp_path, monkeypatch):
+    """The other one writes what it should have written, and the run ends with the bits of one that was never disturbed."""
+    look_often(monkeypatch)
+    run = {"samples": 2, "batch_size": 4, "steps": 3, "rank": 4, "eval_every": 3, "eps": 0.05}
+    run |= {"train": ROWS[:8], "dev": ROWS[8:12], "objective": commas}
+    whole = api.finetune(MODEL, **QUICK, **run, engine="torch", out=str(tmp_path / "torch"))
+    where = {"engine": "sglang", "url": tuple(server.url for server in servers), "server_timeout": 1.0}
+    session = api.open_session(MODEL, **QUICK, **run, **where, out=str(tmp_path / "served"))
+    records = session.records()
+    next(records)
+    assert len(session.engine.pool.live) == 2
+    servers[0].kill()
+    try:
+        assert [record.step for record in records] == [1, 2]
+        assert [each.url for each in session.engine.pool.live] == [servers[1].url]
+        assert session.engine.digest() == whole.digest
+        session.close()
+        assert api.verify(tmp_path / "served").ok
+        ours, theirs = (api.records(tmp_path / name) for name in ("served", "torch"))
+        assert [record.losses for record in ours] == [record.losses for record in theirs]
+    finally:
+        servers[0] = Server(MODEL, tmp_path / "again.log", port=servers[0].port, more=DRAWS)
+        servers[0].ready()
 
 
 def test_adapters_are_uploaded_where_recipes_fail(servers, reference, monkeypatch, capsys):
@@ -194,9 +226,7 @@ def assert_same_run(a, b):
 def test_servers_come_and_go(servers, data, tmp_path, monkeypatch):
     """One is frozen, one killed and started again, one renamed by somebody: the others go on, and it is taken back. When none
     is left, the run waits and then stops; resumed, it equals one that was never interrupted."""
-    for module, name in ((connection, "LOOK_SECONDS"), (replica, "LOOK_TIMEOUT"), (pool, "FIRST_LOOK")):
-        monkeypatch.setattr(module, name, 0.5)
-    monkeypatch.setattr(pool, "LONGEST_LOOK", 0.5)
+    look_often(monkeypatch)
     options = {"train": data, "dev": data, **OPTIONS}
     uninterrupted = api.finetune(MODEL, engine="torch", out=tmp_path / "uninterrupted", **options)
     urls, out = tuple(server.url for server in servers), tmp_path / "served"

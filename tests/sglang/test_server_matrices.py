@@ -1,12 +1,13 @@
 """Space `matrices` over HTTP: probes are uploaded, updates are sent as (seed, coefficient) and applied by the server's ranks.
 
-The first server has two ranks; it is killed in the middle of a run, which is resumed on another with one rank."""
+The first server has two ranks, the second one. The first is killed in the middle of a run, which is resumed on the second."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import time
 import urllib.request
 
 import numpy as np
@@ -53,6 +54,15 @@ def start_server(folder, tp=1, loader=(LOADER,)):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     server = start_server(tmp_path_factory.mktemp("server"), tp=2)
+    try:
+        yield server.ready()
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def second(tmp_path_factory):
+    server = start_server(tmp_path_factory.mktemp("second"))
     try:
         yield server.ready()
     finally:
@@ -245,12 +255,43 @@ def test_next_client_puts_back_what_a_killed_one_left(server, reference):
         assert len(json.loads(answer.read())["data"]) == 1, "the model, and no adapter"
 
 
+def test_two_servers_are_trained_at_once(server, second, reference, monkeypatch):
+    """Both get every update, one that was lost in between gets what it missed, and both are put back."""
+    for module, name in ((connection, "LOOK_SECONDS"), (replica, "LOOK_TIMEOUT"), (pool, "FIRST_LOOK")):
+        monkeypatch.setattr(module, name, 0.5)
+    monkeypatch.setattr(pool, "LONGEST_LOOK", 0.5)
+    servers, (trained, base) = (server, second), reference
+    urls = tuple(each.url for each in servers)
+    engine = open_engine("sglang", spec_of(MATRICES, urls=urls, exclusive_server=True))
+    engine.apply(UPDATES[:1])
+    second.freeze()
+    try:
+        engine.score(words_batch(), PAIR)
+        assert [each.url for each in engine.pool.live] == [server.url]
+        engine.apply(UPDATES[1:])
+    finally:
+        second.thaw()
+    expected = trained.score(words_batch(), PAIR)
+    assert distance(engine.score(words_batch(), PAIR), expected) < 1e-4
+    while len(engine.pool.live) < 2:
+        time.sleep(0.5)
+        engine.pool.servers()
+    assert distance(engine.score(words_batch(), PAIR), expected) < 1e-4
+    assert engine.digest() == trained.digest()
+    for each in servers:
+        assert_same_weights(each, trained.state())
+    engine.close()
+    for each in servers:
+        assert weight_version(each) == "default"
+        assert_same_weights(each, base)
+
+
 def test_matrices_on_a_shared_server_are_refused(server):
     with pytest.raises(ConfigError, match="--exclusive-server"):
         open_engine("sglang", spec_of(MATRICES, urls=(server.url,)))
 
 
-def test_run_resumes_on_another_server_after_kill(server, data, tmp_path):  # noqa: F811
+def test_run_resumes_on_another_server_after_kill(server, second, data, tmp_path):  # noqa: F811
     uninterrupted = api.finetune(MODEL, train=data, dev=data, engine="torch", out=tmp_path / "uninterrupted", **OPTIONS)
     session = api.open_session(
         MODEL, train=data, dev=data, engine="sglang", url=(server.url,), out=tmp_path / "cut", **SERVED
@@ -260,23 +301,16 @@ def test_run_resumes_on_another_server_after_kill(server, data, tmp_path):  # no
     server.kill()
     with pytest.raises(RunFailed, match="--resume"):
         next(records)
-    second = start_server(tmp_path)
-    try:
-        second.ready()
-        run = api.finetune(resume=tmp_path / "cut", url=(second.url,), exclusive_server=True)
-        ours, theirs = api.records(tmp_path / "cut"), api.records(tmp_path / "uninterrupted")
-        assert run.steps == len(ours) == len(theirs) == OPTIONS["steps"]
-        np.testing.assert_allclose([r.losses for r in ours], [r.losses for r in theirs], atol=1e-4)
-        assert api.verify(tmp_path / "cut").ok
-        assert run.accuracy == uninterrupted.accuracy
+    run = api.finetune(resume=tmp_path / "cut", url=(second.url,), exclusive_server=True)
+    ours, theirs = api.records(tmp_path / "cut"), api.records(tmp_path / "uninterrupted")
+    assert run.steps == len(ours) == len(theirs) == OPTIONS["steps"]
+    np.testing.assert_allclose([r.losses for r in ours], [r.losses for r in theirs], atol=1e-4)
+    assert api.verify(tmp_path / "cut").ok
+    assert run.accuracy == uninterrupted.accuracy
 
-        # Evaluated at the base model, the same server shows no trace of the run.
-        assert weight_version(second) == "default"
-        served = api.evaluate(
-            tmp_path / "cut", data=data, at=0, engine="sglang", url=(second.url,), exclusive_server=True
-        )
-        base = api.evaluate(model=MODEL, task="sst-2", data=data, engine="sglang", url=(second.url,))
-        assert served.accuracy == base.accuracy == run.zero_shot
-        assert base.calibrated == served.calibrated
-    finally:
-        second.kill()
+    # Evaluated at the base model, the same server shows no trace of the run.
+    assert weight_version(second) == "default"
+    served = api.evaluate(tmp_path / "cut", data=data, at=0, engine="sglang", url=(second.url,), exclusive_server=True)
+    base = api.evaluate(model=MODEL, task="sst-2", data=data, engine="sglang", url=(second.url,))
+    assert served.accuracy == base.accuracy == run.zero_shot
+    assert base.calibrated == served.calibrated

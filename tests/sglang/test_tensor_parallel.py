@@ -8,7 +8,7 @@ import pytest
 from mezzo.method.estimators import Spsa
 from mezzo.method.objectives import get_objective
 from mezzo.method.space import Space
-from mezzo.types import Probe
+from mezzo.types import Generation, Probe
 from tests.sglang.conftest import EPS, PAIR, candidates_batch, distance, open_both_engines, spec_of, update, words_batch
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -35,6 +35,13 @@ def test_same_update_gives_same_digest_as_torch_engine(engines):
     assert ours.digest() == reference.digest()
     assert distance(ours.score(words_batch(), PAIR), reference.score(words_batch(), PAIR)) < 1e-4
     assert ours.describe()["tp"] == 2
+
+
+def test_two_ranks_write_what_the_torch_engine_writes(engines):
+    asked = (words_batch(4), [Probe(), *PAIR, Probe(((4, 0.05),))], Generation(5, stop_ids=(323,)))
+    texts = engines[0].generate(*asked)
+    assert texts == engines[1].generate(*asked)
+    assert texts[0] != texts[3], "members write with their own adapters"
 
 
 def test_two_ranks_find_the_slopes_of_one_over_200_steps(engines):
