@@ -146,3 +146,15 @@ def test_no_question_resembles_one_of_another_split(tmp_path):
     done = run_script("near_duplicates.py", str(tmp_path))
     assert done.returncode == 1
     assert "How tall is the garden" in done.stdout
+
+
+def test_parts_of_a_step_of_solve_are_timed():
+    sizes = ("--model", "roberta-mini", "--batch", "4", "--length", "8", "--directions", "4", "--rounds", "2")
+    done = run_script("../benchmarks/solve_step.py", *sizes, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")][1:]
+    assert [row[0] for row in rows[2:]] == [
+        *(f"{space} {part}" for space in ("lora", "full") for part in ("population", "candidates")),
+        "solver",
+    ]
+    assert all(float(row[1]) > 0 and float(row[3]) > 0 for row in rows)
