@@ -25,7 +25,7 @@ from mezzo.method.space import Space
 from mezzo.types import Probe
 from tests.sglang.conftest import MODEL, PAIR, UPDATES, distance, spec_of, words_batch
 from tests.sglang.servers import Server
-from tests.sglang.test_server_lora import data  # noqa: F401  (a fixture)
+from tests.sglang.test_server_lora import data, look_often  # noqa: F401  (data is a fixture)
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -257,9 +257,7 @@ def test_next_client_puts_back_what_a_killed_one_left(server, reference):
 
 def test_two_servers_are_trained_at_once(server, second, reference, monkeypatch):
     """Both get every update, one that was lost in between gets what it missed, and both are put back."""
-    for module, name in ((connection, "LOOK_SECONDS"), (replica, "LOOK_TIMEOUT"), (pool, "FIRST_LOOK")):
-        monkeypatch.setattr(module, name, 0.5)
-    monkeypatch.setattr(pool, "LONGEST_LOOK", 0.5)
+    look_often(monkeypatch)
     servers, (trained, base) = (server, second), reference
     urls = tuple(each.url for each in servers)
     engine = open_engine("sglang", spec_of(MATRICES, urls=urls, exclusive_server=True))
