@@ -166,6 +166,7 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
             "eval_limit": options.eval_limit,
             "device": options.device,
             "threads": 1,
+            **dict(options.options),
         }
         chosen = {name: value for name, value in chosen.items() if value is not None}
         cell = {"model": model, "task": task, "space": space, "k": k, "budget": budget, "seed": int(seed)}
@@ -197,6 +198,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-sizes", type=lambda text: [int(size) for size in text.split(",")], default=[16, 64])
     parser.add_argument("--budget", default="320k", help="example-forwards of every run")
     parser.add_argument("--eval-limit", type=int, help="dev and test examples at most [all]")
+    parser.add_argument(
+        "--options",
+        type=lambda text: [word.split("=", 1) for word in words(text)],
+        default=[],
+        metavar="NAME=VALUE,…",
+        help="other options of every run, such as factors=both; results need a file of their own",
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--processes", type=int, default=8, help="runs that share the device")
     parser.add_argument(

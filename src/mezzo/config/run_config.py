@@ -130,6 +130,9 @@ class RunConfig:
         positive=True, commands=("signal",), aliases=("lora_alpha",))
     targets: tuple[str, ...] = option("space", (), "linear layers LoRA attaches to, or all-linear [query and value]",
         commands=("signal",), aliases=("target_modules",))
+    factors: str | None = option("space", None,
+        "LoRA factors that are trained: b, beside a fixed A, or both [b; both with --method spsa or adam, as published]",
+        choices="mezzo.method.space:FACTORS", commands=("signal",))
     prefix_tokens: int = option("space", 5, "length of a prefix: trained keys and values per layer",
         at_least=1, commands=("signal",), aliases=("num_prefix", "num_virtual_tokens"))
     train_head: bool = option("space", False,

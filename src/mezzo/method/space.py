@@ -11,6 +11,8 @@ from mezzo.errors import SpaceError, nearest
 from mezzo.types import TensorInfo, TrainedTensor
 
 DECAYS = ("all", "matrices", "base")
+# Of LoRA's two. A change of both is a product, which a difference of scores along a direction mistakes for a slope.
+FACTORS = ("b", "both")
 TIED = "this model's head is tied to its embeddings"
 USUAL_NOISE_RANK = 8
 
@@ -32,13 +34,15 @@ class Space:
     """A request: which tensors (`kind`, narrowed by `only` and `layers`) and how noise looks on their matrices.
 
     `kind` is a key of SPACES or a glob over tensor names. `noise_rank` 0 is dense noise, r > 0 low-rank noise on matrices.
-    `tokens` is the length of a prefix. `head`: the model's head is trained beside an adapter.
+    `factors` are those of LoRA that are trained, `tokens` is the length of a prefix. `head`: the model's head is trained beside
+    an adapter.
     """
 
     kind: str = "full"
     rank: int = 8
     alpha: float = 16.0
     targets: tuple[str, ...] = ()
+    factors: str = "both"
     tokens: int = 5
     head: bool = False
     only: tuple[str, ...] = ()
@@ -136,7 +140,8 @@ def _lora(space: Space, tensors: Sequence[TensorInfo]) -> tuple[TrainedTensor, .
                 f"rank {space.rank} is more than {info.name} has ({min(out, inner)}); choose a smaller --rank"
             )
         name_a, name_b = lora_names(info.name)
-        chosen.append(TrainedTensor(name_a, (space.rank, inner), "lora_A", decay=_has_decay(space, "lora_A")))
+        if space.factors == "both":
+            chosen.append(TrainedTensor(name_a, (space.rank, inner), "lora_A", decay=_has_decay(space, "lora_A")))
         chosen.append(TrainedTensor(name_b, (out, space.rank), "lora_B"))
     return tuple(chosen)
 

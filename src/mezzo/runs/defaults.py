@@ -96,6 +96,8 @@ def apply_defaults(config: RunConfig, family: str, rewards: bool = False) -> Run
     published = {**PUBLISHED[family, space], **ours.get(asked, {})}
     towards_base = config.method == "es" and asked == "lora"
     chosen: dict[str, Any] = {"decay": "base" if towards_base else "all"}
+    if asked == "lora":
+        chosen["factors"] = "both" if config.method in ("spsa", "adam") else "b"
     chosen |= {"noise": "lowrank" if asked in engine.low_rank_spaces else NOISE[config.dtype]}
     if config.method == "adam":
         chosen |= {**ADAM, "lr": ADAM_RATES.get(asked, ADAM_RATES["full"])}

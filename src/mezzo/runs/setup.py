@@ -286,6 +286,7 @@ def make_space(config: RunConfig, fresh_head: bool = False) -> Space:
         rank=config.rank,
         alpha=config.alpha,
         targets=config.targets,
+        factors=config.factors or "both",
         tokens=config.prefix_tokens,
         head=config.train_head or (fresh_head and config.space in ADAPTERS),
         only=config.only,

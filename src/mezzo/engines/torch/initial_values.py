@@ -41,7 +41,7 @@ def untrained_partners(
         return ()
     names = {t.name for t in trained}
     modules = {_adapted_module(name) for name in names}
-    every = select(replace(space, only=(), layers=""), catalogue)
+    every = select(replace(space, factors="both", only=(), layers=""), catalogue)
     return tuple(t for t in every if t.name not in names and _adapted_module(t.name) in modules)
 
 
