@@ -24,7 +24,7 @@ from tests.processes import kill_after, start_run, wait_for_lines
 LLAMA = "mezzo/llama-mini"
 NOUNS = ("sea", "sky", "dog", "cat", "man", "boy", "tree", "house", "road", "film", "book", "day")
 ROWS = [{"prompt": f"The {a} and the {b}", "wanted": ","} for a in NOUNS for b in NOUNS if a != b]
-SIZES = {"steps": 12, "samples": 8, "batch_size": 8, "eps": 0.05, "lr": 0.06, "schedule": "linear", "eval_every": 4}
+SIZES = {"steps": 12, "samples": 8, "batch_size": 8, "eps": 0.15, "lr": 0.15, "schedule": "linear", "eval_every": 4}
 HABIT = {"train": ROWS[:60], "dev": ROWS[60:84], "test": ROWS[84:], **SIZES}
 QUICK = {"task": "prompts", "threads": 1, "max_new_tokens": 6, "stop": ("",), "device": "cpu"}
 

@@ -20,9 +20,9 @@ STEPS = 1000
 BUDGET = "250k"
 BATCH = {"masked": 64, "causal": 16}
 # Evolution strategies. A text changes only where a token does, which takes a larger eps than a loss does; the rate follows it,
-# since the weights of directions have no scale of their own.
+# since the weights of directions have no scale of their own. B factors alone bear a larger one than a product of two does.
 ES = {"steps": 100, "schedule": "constant", "batch_size": 16, "samples": 16, "weight_decay": 0.0}
-ES_EPS = 5
+ES_EPS = {"both": 5, "b": 20}
 
 # Of the published grids for RoBERTa-large (masked) and OPT (causal). Their learning rates fit no other model.
 PUBLISHED: dict[tuple[str, str], dict[str, float]] = {
@@ -104,7 +104,7 @@ def apply_defaults(config: RunConfig, family: str, rewards: bool = False) -> Run
     elif config.method == "solve":
         chosen |= {"eps": published["eps"], "budget": published.get("budget", BUDGET)}
     elif config.method == "es":
-        eps = config.eps or ES_EPS * published["eps"]
+        eps = config.eps or ES_EPS[config.factors or chosen.get("factors", "both")] * published["eps"]
         chosen |= {**ES, "eps": eps, "lr": eps}
     else:
         chosen |= {"steps": STEPS, "schedule": "constant", "batch_size": BATCH[family], "samples": 1, **published}
