@@ -206,7 +206,7 @@ def test_killing_the_run_and_its_reward_processes_loses_nothing(tmp_path):
 def test_decay_pulls_towards_the_base_model(tmp_path):
     rows = [{**row, "answers": ["ran"]} for row in ROWS[:4]]
     session = mezzo.open_session(
-        LLAMA, **QUICK, train=rows, dev=rows, objective="exact_match", out=str(tmp_path / "r"), steps=1
+        LLAMA, **QUICK, train=rows, dev=rows, objective="exact_match", out=str(tmp_path / "r"), steps=1, factors="both"
     )
     decaying = {tensor.kind: tensor.decay for tensor in session.engine.trained}
     session.close()
