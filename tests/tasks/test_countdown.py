@@ -43,7 +43,13 @@ def test_no_habit_solves_many_problems():
         ("3 * 7 + 5", 1.0),
         ("Let me think: 3 + 5\n(3 * 7) + 5 = 26", 1.0),
         ("so <answer>5 + 7*3</answer>, which is 26", 1.0),
-        ("3 + 7 + 5", 0.1),
+        ("3 + 7 + 5", 0.1 + 0.3 * 15 / 26),
+        ("3 * 5 + 7", 0.1 + 0.3 * 22 / 26),
+        ("(7 - 3) * 5 * 1", 0.0),
+        ("(3 + 5) * 7", 0.1 + 0.3 * 26 / 56),
+        ("5 + 3 - 7 * 1", 0.0),
+        ("3 - 7 * 5", 0.1),
+        ("5 / 7 * 3", 0.1 + 0.3 * (15 / 7) / 26),
         ("3 * 7 + 5 + 0", 0.0),
         ("3 * 7", 0.0),
         ("26", 0.0),
@@ -57,4 +63,4 @@ def test_no_habit_solves_many_problems():
     ],
 )
 def test_answers_are_checked(text, expected):
-    assert reward(text, ROW) == expected
+    assert reward(text, ROW) == pytest.approx(expected)
