@@ -26,6 +26,7 @@ FILES = {
 }
 Job = dict[str, Any]
 METHODS: dict[str, dict[str, Any]] = {
+    "solve": {"method": "solve", "space": "lora", "steps": None, "batch_size": None},
     "full": {"method": "spsa", "space": "full"},
     "lora": {"method": "spsa", "space": "lora"},
     "head": {"method": "spsa", "space": "head"},

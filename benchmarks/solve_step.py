@@ -3,7 +3,7 @@
 python benchmarks/solve_step.py [--model roberta-large] [--dtype float32] [--batch 64] [--length 32] [--directions 64]
 python benchmarks/solve_step.py --model roberta-mini --batch 8 --directions 8 --rounds 3    # a CPU
 
-A population is θ and one probe for each direction; candidates are θ and six moves, each a sum of all directions. Bare forwards go
+A population is θ and one probe for each direction; candidates are θ and five moves, each a sum of all directions. Bare forwards go
 through the same engine without noise. The solver is all that the host does between the two. All take turns in one process.
 """
 
@@ -23,7 +23,7 @@ from mezzo.engines.torch import choose_for_probes
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.engines.torch.loading import device_of
 from mezzo.method.noise import NOISES
-from mezzo.method.solve import CAUTIONS, FIRST_RIDGES, make_model
+from mezzo.method.solve import OFFSETS, make_model
 from mezzo.method.space import Space
 from mezzo.types import Probe
 
@@ -56,7 +56,7 @@ def candidates(setting: Setting, space: Space, directions: int) -> Step:
 
     def score(number: int) -> object:
         seeds = range(number * directions, (number + 1) * directions)
-        moves = (Probe(tuple((seed, EPS / (1 + caution)) for seed in seeds)) for caution in range(len(CAUTIONS)))
+        moves = (Probe(tuple((seed, EPS / (1 + number)) for seed in seeds)) for number in range(len(OFFSETS)))
         return engine.score(setting.batch, (Probe(), *moves))
 
     return score
@@ -69,8 +69,9 @@ def solver(setting: Setting, directions: int) -> Step:
     def solve(number: int) -> object:
         model, _ = make_model(scores, setting.batch, EPS)
         assert model is not None
-        unit = model.mean_curvature()
-        return model.fit_path([unit * ridge for ridge in FIRST_RIDGES])
+        ridges = [model.mean_curvature() * 0.25**offset for offset in OFFSETS]
+        fits = model.fit_path(ridges)
+        return [model.left_out_gains(move, ridge) for move, ridge in zip(fits, ridges, strict=True)]
 
     return solve
 
@@ -89,7 +90,7 @@ def main() -> None:
     shape, device = find_shape(options.model), device_of(options.device)
     batch = random_batch(shape, options.batch, options.length, 0.0)
     setting = Setting(shape, batch, None, 1, options.length, getattr(torch, options.dtype), device)
-    directions, moves = options.directions, 1 + len(CAUTIONS)
+    directions, moves = options.directions, 1 + len(OFFSETS)
     floors = {"population": f"bare forward, {1 + directions} × {len(batch)} rows"}
     floors["candidates"] = f"bare forward, {moves} × {len(batch)} rows"
     contenders: dict[str, Callable[[], Step]] = {

@@ -32,7 +32,7 @@ def test_a_run_in_every_space_and_type_is_rebuilt_from_its_journal(options, tmp_
     records = read(tmp_path / "run").records
     moved = [sum(not records[step].update.empty for step in range(until)) for until in range(3)]
     assert run.steps == 3 and run.moves
-    assert run.example_forwards == 3 * (7 * 16 + 7 * 16) + 16 * sum(moved), "each earlier move is a direction too"
+    assert run.example_forwards == 3 * (7 * 16 + 6 * 16) + 16 * sum(moved), "each earlier move is a direction too"
     assert mezzo.verify(run.out).ok
     mezzo.export(run.out, "journal", out=str(tmp_path / "j.mezzo"))
     engine, _ = api.open_run(tmp_path / "j.mezzo", at=3)

@@ -65,6 +65,21 @@ def test_a_path_of_ridges_has_the_fit_of_each():
         np.testing.assert_allclose(alpha, model.fit(ridge), atol=1e-2 * np.abs(alpha).max())
 
 
+@pytest.mark.parametrize("ridge", [0.03, 0.3, 3.0])
+def test_the_gain_on_examples_left_out_is_that_of_fits_without_them(ridge):
+    model = make_model(3, directions=10, examples=80, signal=0.5)
+    expected = 0.0
+    for out in range(80):
+        kept = np.arange(80) != out
+        others = ScoreModel(model.base[kept], model.changes[:, kept], model.labels[kept])
+        alpha = others.fit(ridge * 80 / 79)  # the ridge is of the mean over all 80
+        one = ScoreModel(model.base[[out]], model.changes[:, [out]], model.labels[[out]])
+        expected += float((one.losses(np.zeros(10)) - one.losses(alpha)).sum())
+    within = float((model.losses(np.zeros(10)) - model.losses(model.fit(ridge))).sum())
+    found = float(model.left_out_gains(model.fit(ridge), ridge).sum())
+    assert found == pytest.approx(expected, abs=0.03 * within) and found < within
+
+
 def test_log_probabilities_of_a_vocabulary_keep_their_loss():
     """One more candidate stands for all other words: the softmax then gives the log-probabilities back."""
     rng = np.random.default_rng(0)

@@ -12,7 +12,7 @@ from mezzo.method import solve
 from mezzo.method.batches import ExampleStream
 from mezzo.method.method import answer_questions
 from mezzo.method.noise import dense
-from mezzo.method.solve import CAUTIONS, Solve, choose_move, plan_step
+from mezzo.method.solve import EVIDENCE, OFFSETS, Solve, plan_step
 from mezzo.types import Prompt, Question, Readout, StepRecord, Update
 
 CLASSES, WIDTH = 3, 6
@@ -110,7 +110,7 @@ def test_fitted_and_judging_examples_are_different_ones():
     judged = questions.send(engine.score(fitted))
     assert not {p.ids for p in fitted.batch.prompts} & {p.ids for p in judged.batch.prompts}
     assert fitted.probes[0].terms == () == judged.probes[0].terms
-    assert len(judged.probes) == 1 + len(CAUTIONS)
+    assert len(judged.probes) == 1 + len(OFFSETS)
 
 
 def test_scores_that_are_not_finite_leave_out_a_direction_or_skip_the_step():
@@ -131,26 +131,68 @@ def test_scores_that_are_not_finite_leave_out_a_direction_or_skip_the_step():
     assert method.eps == 1e-2 / 4 and method.spent == method.cost(end.value.value)
 
 
+def answer_step(method: Solve, engine: LinearEngine, change) -> StepRecord:
+    """A first step whose scores of the moves, [1 + moves, B, C], are changed before the method sees them."""
+    questions = method.step(0)
+    tried = questions.send(engine.score(next(questions)))
+    with pytest.raises(StopIteration) as end:
+        questions.send(change(engine.score(tried)))
+    return end.value.value
+
+
 def test_moves_that_are_not_finite_are_never_chosen():
-    losses = np.array([[1.0, 1.0], [np.nan, 0.1], [0.8, 0.9], [np.inf, 0.0]])
-    index, _, gain, error = choose_move(losses)
-    assert index == 1 and gain == pytest.approx(0.15) and error > 0
-    assert choose_move(np.array([[1.0, 1.0], [np.nan, 0.1]]))[0] is None
-    assert choose_move(np.array([[1.0, 1.0], [1.5, 1.1]]))[0] is None
+    engine = LinearEngine(3000)
+    usual = answer_step(Solve(0, 1e-2, stream(engine, 0, 3000)), engine, lambda scores: scores)
+    taken = max(range(len(OFFSETS)), key=lambda index: usual.notes[EVIDENCE[index]])
+
+    def spoil(scores: np.ndarray) -> np.ndarray:
+        scores[1 + taken, 0] = np.nan
+        return scores
+
+    spoilt = answer_step(Solve(0, 1e-2, stream(engine, 0, 3000)), engine, spoil)
+    assert not spoilt.update.empty and spoilt.update != usual.update
+    assert spoilt.notes["ridge"] != usual.notes["ridge"] and math.isfinite(spoilt.notes["gain"])
+    nothing = answer_step(Solve(0, 1e-2, stream(engine, 0, 3000)), engine, lambda scores: scores * np.nan)
+    assert nothing.update.empty
 
 
-def test_a_gain_must_be_beyond_its_margin():
-    losses = np.array([[1.0, 1.0, 1.0, 1.0], [0.1, 1.8, 0.5, 1.2]])
-    assert choose_move(losses)[0] == 0 and choose_move(losses, margin=1.0)[0] is None
+def test_a_move_that_clearly_does_harm_is_refused():
+    engine = LinearEngine(3000)
+
+    def worsen(scores: np.ndarray) -> np.ndarray:
+        return np.concatenate([scores[:1], np.roll(5 * scores[1:], 1, axis=-1)])
+
+    record = answer_step(Solve(0, 1e-2, stream(engine, 0, 3000)), engine, worsen)
+    assert record.update.empty and record.notes["gain"] < solve.FRESH_MARGIN * record.notes["gain_error"]
 
 
-def test_the_usual_move_is_kept_unless_another_is_better_beyond_chance():
-    theta, usual = np.full(4, 1.0), np.array([0.8, 0.9, 0.7, 0.8])
-    luckier, better = usual + [-0.3, 0.2, 0.2, -0.2], usual - [0.1, 0.2, 0.1, 0.2]
-    assert choose_move(np.stack([theta, luckier, usual]), usual=1)[0] == 1
-    assert choose_move(np.stack([theta, luckier, usual]))[0] == 0
-    assert choose_move(np.stack([theta, better, usual]), usual=1)[0] == 0
-    assert choose_move(np.stack([theta, usual, np.full(4, np.nan)]), usual=1)[0] == 0
+def test_the_ridge_follows_the_evidence_of_all_steps():
+    """One step in which luck favours long moves outweighs nothing that many steps have shown."""
+    engine = LinearEngine(3000)
+    method = Solve(0, 1e-2, stream(engine, 0, 3000))
+    records = run(engine, method, 6)
+    middle = int(records[-1].notes["prior"])
+    lucky = {name: 0.5 * offset for name, offset in zip(EVIDENCE, OFFSETS, strict=True)}
+    method.observe(replace(records[-1], notes={**records[-1].notes, **lucky}))
+    questions = method.step(6)
+    tried = questions.send(engine.score(next(questions)))
+    assert len(tried.probes) == 1 + len(OFFSETS)
+    with pytest.raises(StopIteration) as end:
+        questions.send(engine.score(tried))
+    assert end.value.value.notes["prior"] == middle
+
+
+def test_labels_by_chance_lead_to_short_moves():
+    """Where nothing can be learned, examples that were not fitted say so, although the fitted ones promise something."""
+    moved = []
+    for known in (True, False):
+        engine = LinearEngine(3000)
+        if not known:
+            engine.labels = np.random.default_rng(1).integers(CLASSES, size=3000)
+        records = run(engine, Solve(0, 1e-2, stream(engine, 0, 3000)), 6)
+        moved.append(float(np.linalg.norm(engine.weights)))
+    assert all(record.notes["expected"] > 0 for record in records)
+    assert moved[1] < 0.05 * moved[0]
 
 
 @pytest.mark.parametrize(("train", "held_out"), [(5000, 0), (96, 96), (32, 32), (20, 2), (3, 0), (1, 1), (700, 80)])
@@ -171,6 +213,7 @@ def test_sizes_can_be_fixed():
 def test_the_width_of_the_difference_follows_the_change_of_scores():
     method = Solve(0, 1e-3, ExampleStream((), READOUT, 0))
     notes = {"forwards": 1, "fitted": 1, "judged": 1, "gain": 0.1, "gain_error": 0.1, "expected": 0.2, "change": 0.012}
+    notes |= {"prior": -4, **dict.fromkeys(EVIDENCE, 0.0)}
     record = StepRecord(0, (1.0,), (), Update(), 0.0, notes=notes)
     method.observe(record)
     assert method.eps == 4e-3

@@ -100,6 +100,21 @@ class ScoreModel:
             alpha = fits[ridge] = self.fit(ridge, alpha)
         return [fits[ridge] for ridge in ridges]
 
+    def left_out_gains(self, alpha: Floats, ridge: float) -> Floats:
+        """What the fit without an example would gain on that example over θ, for each example. To first order around the fit with
+        all of them, which takes no further fit: the leverage of an example says how far the others alone get."""
+        logits = self.logits(alpha)
+        chances = _softmax(logits)
+        residual = chances.copy()
+        residual[np.arange(len(self.labels)), self.labels] -= 1
+        hessian = self._derivatives(alpha)[1] * len(self.labels)
+        inverse = np.linalg.inv(hessian + ridge * len(self.labels) * np.eye(len(alpha)))
+        changes = self.changes.transpose(1, 2, 0).astype(np.float64)  # [B, C, n]
+        leverage = changes @ inverse @ changes.transpose(0, 2, 1)
+        spread = chances[:, :, None] * np.eye(chances.shape[1]) - chances[:, :, None] * chances[:, None, :]
+        shift = np.linalg.solve(np.eye(chances.shape[1]) - leverage @ spread, leverage @ residual[:, :, None])[:, :, 0]
+        return self.losses(np.zeros(len(alpha))) - cross_entropies(logits + shift, self.labels)
+
     def _penalised(self, alpha: Floats, ridge: float) -> float:
         return float(self.losses(alpha).mean() + ridge / 2 * alpha @ alpha)
 

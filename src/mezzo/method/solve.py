@@ -1,15 +1,15 @@
 """Solve for the move: a step that uses every score, and needs no learning rate.
 
 A step scores a batch at θ and along n directions, solves for the coefficients of the move in the linear model of these
-scores (`score_model`), and tries its solutions for several ridges on examples that were not fitted. The best one
-becomes the update if it lowers their loss; otherwise the step moves nothing. How many directions and examples a step takes, how
-wide its finite differences are and when to end follow from the steps before.
+scores (`score_model`), and tries its solutions for several ridges on examples that were not fitted. Which ridge is right is
+decided by what all steps so far have shown, not by one, whose few examples often favour a wrong one. How many directions and
+examples a step takes, how wide its finite differences are and when to end follow from the steps before, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,31 +20,35 @@ from mezzo.method.noise import step_seed
 from mezzo.method.score_model import Floats, ScoreModel, cross_entropies, logits_of
 from mezzo.types import Batch, Probe, Question, Scores, StepRecord, Update
 
-# Examples of the first step. The next ones take more while the gains of the last steps (an average that forgets a quarter a step)
+# Examples of the first step. The next ones take more while the gains of the last steps (an average)
 # are less than this share of what the fitted examples promised: most of the move is then noise, which more examples average out.
 # With a larger share forwards are wasted: twice the examples then give less than twice the gain.
-FIRST_EXAMPLES, GROWTH, LEAST_SHARE, FORGET = 64, 1.25, 0.25, 0.25
-# A gain of so many standard errors is beyond doubt.
-CLEAR_GAIN = 2.0
+FIRST_EXAMPLES, GROWTH, LEAST_SHARE = 64, 1.25, 0.25
+# What a step forgets of such an average, and of the evidence about ridges.
+FORGET = 0.25
 # Directions at least and at most, and as a share of the wanted examples. More steps along few directions find more of the
 # gradient for the same forwards, as long as few examples tell these apart.
 LEAST_DIRECTIONS, MOST_DIRECTIONS, RATIO = 64, 256, 0.25
-# Ridges that the first step tries, relative to the mean curvature along a direction, and multiples of the last good one that the
-# others try. The linear model holds near θ only, so that only real forwards tell how far to go.
-FIRST_RIDGES = tuple(0.01 * 8.0**power for power in range(6))
-CAUTIONS = tuple(8.0**power for power in (-1, -0.5, 0, 0.5, 1, 2))
+# A ridge of 4^-k / examples, in units of the mean curvature along a direction, suits coefficients whose variance is 4^k in
+# these units: a property of model and data, not of the size of a step, so that one k serves all steps, and slowly changes. The
+# first step chooses among all of PRIORS without a forward pass; a step then tries the solutions for k + OFFSETS with real ones.
+PRIORS, OFFSETS = range(-9, 4), (-2, -1, 0, 1, 2)
 # Held-out examples that judge a step at most; where none are held out, as many training examples judge as are fitted.
 MOST_JUDGED = 512
-# The gain that a move must have on held-out examples, in standard errors: they judge every step, so that chance adds up.
-HELD_OUT_MARGIN = 0.5
+# The gain that a move must have on judging examples, in standard errors. Fresh ones only refuse what clearly does harm: their
+# evidence is pooled, and a step that is right on average need not look right to a few. The held-out ones judge every step, so
+# that a run would soon fit what they happen to favour.
+FRESH_MARGIN, HELD_OUT_MARGIN = -2.0, 0.5
 # The root mean square by which a probe should change logits. Smaller changes drown in rounding, larger ones are not linear.
 WANTED_CHANGE = {"float32": 0.1, "bfloat16": 0.3, "float16": 0.2}
 # The moves of so many steps before are directions too.
 LAST_MOVES = 4
-# The run ends when so many steps together gain no more than chance, or than this share of the loss. They are ever larger ones.
+# The run ends when so many steps together gain no more than this share of the loss. They are ever larger ones.
 LAST_STEPS, LEAST_GAIN = 10, 0.01
 
 
+# The notes of a step that keep its evidence.
+EVIDENCE = tuple(f"evidence{offset:+d}" for offset in OFFSETS)
 Terms = tuple[tuple[int, float], ...]
 
 
@@ -58,7 +62,7 @@ class StepSize:
 
     @property
     def forwards(self) -> int:
-        return (1 + self.directions) * self.fitted + (1 + len(CAUTIONS)) * self.judged
+        return (1 + self.directions) * self.fitted + (1 + len(OFFSETS)) * self.judged
 
 
 def plan_step(wanted: float, train: int, held_out: int, directions: int = 0, fitted: int = 0) -> StepSize:
@@ -100,10 +104,10 @@ class Solve:
     """The average over the last steps of the gain, as a share of what the fitted examples promised."""
     _last_moves: list[Terms] = field(init=False, default_factory=list)
     """The newest first. The loss often still falls along them, which fresh directions would have to find again."""
-    _ridge: float = field(init=False, default=0.0)
-    """What clear gains came from; 0 before the first one."""
-    _gains: list[tuple[float, float]] = field(init=False, default_factory=list)
-    """Of each move that was taken, 0 where none was, and its standard error."""
+    _evidence: dict[int, float] = field(init=False, default_factory=dict)
+    """For each of PRIORS, the gains of moves with it on examples that were not fitted; empty before the first step."""
+    _gains: list[float] = field(init=False, default_factory=list)
+    """Of each move that was taken, 0 where none was."""
     _loss: float = field(init=False, default=0.0)
 
     looks_ahead = False
@@ -127,26 +131,56 @@ class Solve:
         if model is None:
             return StepRecord(step, (math.nan,), (), Update(), 0.0, "non-finite loss", notes)
         directions = [each for each, kept in zip(directions, usable, strict=True) if kept]
-        ridges = FIRST_RIDGES if not self._ridge else [self._ridge * caution for caution in CAUTIONS]
-        unit = max(model.mean_curvature(), 1e-12)
-        moves = model.fit_path([unit * ridge for ridge in ridges])
+        unit = max(model.mean_curvature(), 1e-12) / size.fitted
+        middle = self._likely_prior(model, unit)
+        ridges = [unit * 4.0 ** -(middle + offset) for offset in OFFSETS]
+        moves = model.fit_path(ridges)
         judges = self._judges(size)
         terms = [combine(directions, move) for move in moves]
         tried = yield Question(judges, (Probe(), *map(Probe, terms)))
         losses = _losses_per_example(tried, judges)
-        usual = CAUTIONS.index(1.0) if self._ridge else None
-        chosen, best, gain, error = choose_move(losses, HELD_OUT_MARGIN if self.held_out else 0.0, usual)
+        gains = losses[0] - losses[1:]
+        if self.held_out is None:  # training examples are not fitted yet by the steps before
+            left_out = [model.left_out_gains(move, ridge) for move, ridge in zip(moves, ridges, strict=True)]
+            gains = np.concatenate([gains, np.stack(left_out)], axis=1)
+        notes |= {"prior": middle} | dict(zip(EVIDENCE, weigh_gains(gains), strict=True))
+        pooled = self._pool(notes)
+        chosen = max(range(len(OFFSETS)), key=lambda index: pooled[middle + OFFSETS[index]])
+        gain, error = _mean_and_error(losses[0] - losses[1 + chosen])
+        taken = math.isfinite(gain) and gain > error * (FRESH_MARGIN if self.held_out is None else HELD_OUT_MARGIN)
+        still = np.zeros(len(directions))
         notes |= {
             "change": float(self.eps * model.changes.std()),
-            "ridge": ridges[chosen] if chosen is not None else math.inf,
-            "expected": float((model.losses(np.zeros(len(directions))) - model.losses(moves[best])).mean()),
+            "ridge": ridges[chosen],
+            "expected": float((model.losses(still) - model.losses(moves[chosen])).mean()),
             "before": float(losses[0].mean()),
             "gain": gain,
             "gain_error": error,
         }
-        update = Update() if chosen is None else Update(tuple((seed, -coef) for seed, coef in terms[chosen]))
-        loss = float(model.losses(np.zeros(len(directions))).mean())
+        update = Update(tuple((seed, -coef) for seed, coef in terms[chosen])) if taken else Update()
+        loss = float(model.losses(still).mean())
         return StepRecord(step, (loss,), tuple(model.slopes().tolist()), update, 0.0, notes=notes)
+
+    def _likely_prior(self, model: ScoreModel, unit: float) -> int:
+        """The k with the most evidence; before the first step, by leaving out one example after the other."""
+        evidence = self._evidence
+        if not evidence:
+            ridges = [unit * 4.0**-prior for prior in PRIORS]
+            fits = zip(PRIORS, model.fit_path(ridges), ridges, strict=True)
+            evidence = {prior: float(model.left_out_gains(move, ridge).sum()) for prior, move, ridge in fits}
+        inner = PRIORS[-OFFSETS[0] : -OFFSETS[-1]]
+        return max(inner, key=lambda prior: evidence[prior])
+
+    def _pool(self, notes: Mapping[str, float]) -> dict[int, float]:
+        """The evidence including that of a step. Moves with a smaller k than the step tried are shorter, by the same factor, and so
+        are their gains; with a larger one, nothing is known but that of the largest."""
+        low, high = (int(notes["prior"]) + OFFSETS[place] for place in (0, -1))
+        found = {int(notes["prior"]) + offset: notes[name] for offset, name in zip(OFFSETS, EVIDENCE, strict=True)}
+        pooled = {}
+        for prior in PRIORS:
+            new = found[min(max(prior, low), high)] * 4.0 ** min(0, prior - low)
+            pooled[prior] = (1 - FORGET) * self._evidence.get(prior, 0.0) + new
+        return pooled
 
     def _judges(self, size: StepSize) -> Batch:
         if self.held_out is None:
@@ -164,13 +198,11 @@ class Solve:
         if record.skipped:
             self.eps /= 4
             return
-        gain, error, self._loss = notes["gain"], notes["gain_error"], record.losses[0]
-        if gain > CLEAR_GAIN * error:
-            # Halfway to the chosen one: the choice is noisy.
-            self._ridge = math.sqrt((self._ridge or notes["ridge"]) * notes["ridge"])
+        gain, self._loss = notes["gain"], record.losses[0]
+        self._evidence = self._pool(notes)
         if not record.update.empty:
             self._last_moves = [self._own_part(record), *self._last_moves][:LAST_MOVES]
-        self._gains.append((gain if not record.update.empty else 0.0, error))
+        self._gains.append(gain if not record.update.empty else 0.0)
         share = gain / notes["expected"] if notes["expected"] > 0 else 0.0
         self._share += FORGET * (max(-1.0, min(1.0, share)) - self._share)
         self._wanted *= GROWTH if self._share < LEAST_SHARE else 1.0
@@ -188,10 +220,8 @@ class Solve:
     def finished(self) -> str:
         """Why no further step is worth its cost; empty while one is."""
         last = self._gains[-LAST_STEPS:]
-        total = sum(gain for gain, _ in last)
-        # Held-out examples refuse gains within chance one by one.
-        chance = 0.0 if self.held_out else math.hypot(*(error for _, error in last))
-        if len(last) < LAST_STEPS or total > max(chance, LEAST_GAIN * self._loss):
+        total = sum(last)
+        if len(last) < LAST_STEPS or total > LEAST_GAIN * self._loss:
             return ""
         return f"moves stopped helping: the last {LAST_STEPS} gained {total:.2g}"
 
@@ -213,21 +243,18 @@ def make_model(scores: Scores, batch: Batch, eps: float) -> tuple[ScoreModel | N
     return ScoreModel(logits[0], changes, batch.labels), finite[1:]
 
 
-def choose_move(losses: Floats, margin: float = 0.0, usual: int | None = None) -> tuple[int | None, int, float, float]:
-    """Which move to take by the losses on the judging examples, [1 + moves, B] with θ itself first: the one that has the lowest
-    or, so that chance does not decide, the `usual` one unless the lowest is a standard error lower.
-
-    Returns the move to take, None where its gain is not above so many standard errors; the move that was looked at; its gain
-    over θ, and the standard error of that gain."""
-    means = np.where(np.isfinite(losses).all(axis=1), losses.mean(axis=1), np.inf)
-    best = int(means[1:].argmin())
-    if not math.isfinite(means[1 + best]) or not math.isfinite(means[0]):
-        return None, best, 0.0, 0.0
-    if usual is not None and math.isfinite(means[1 + usual]):
-        lead, error = _mean_and_error(losses[1 + usual] - losses[1 + best])
-        best = best if lead > error else usual
-    gain, error = _mean_and_error(losses[0] - losses[1 + best])
-    return (best if gain > margin * error else None), best, gain, error
+def weigh_gains(gains: Floats) -> list[float]:
+    """What each move gains over θ, [moves, examples], summed over the examples, in units in which steps can be compared: how much
+    the differences between moves vary between examples. The gains of the first steps are far larger than those of the last. A
+    move without finite losses loses as much as there are examples."""
+    finite = np.isfinite(gains).all(axis=1)
+    if not finite.any():
+        return [0.0] * len(gains)
+    spread = math.sqrt(float((gains[finite] - gains[finite].mean(axis=0)).var(axis=1).mean()))
+    return [
+        float(row.sum() / max(spread, 1e-12)) if sure else -float(len(row))
+        for row, sure in zip(gains, finite, strict=True)
+    ]
 
 
 def _mean_and_error(values: Floats) -> tuple[float, float]:
