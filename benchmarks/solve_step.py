@@ -3,8 +3,8 @@
 python benchmarks/solve_step.py [--model roberta-large] [--dtype float32] [--batch 64] [--length 32] [--directions 64]
 python benchmarks/solve_step.py --model roberta-mini --batch 8 --directions 8 --rounds 3    # a CPU
 
-A population is θ and one probe for each direction; candidates are θ and five moves, each a sum of all directions. Bare forwards go
-through the same engine without noise. The solver is all that the host does between the two. All take turns in one process.
+A population is θ and one probe for each direction; candidates are θ and five moves, each a sum of all directions. Bare forwards
+go through the same engine without noise. The solver is all that the host does between the two. All take turns in one process.
 """
 
 from __future__ import annotations

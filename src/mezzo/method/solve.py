@@ -172,8 +172,8 @@ class Solve:
         return max(inner, key=lambda prior: evidence[prior])
 
     def _pool(self, notes: Mapping[str, float]) -> dict[int, float]:
-        """The evidence including that of a step. Moves with a smaller k than the step tried are shorter, by the same factor, and so
-        are their gains; with a larger one, nothing is known but that of the largest."""
+        """The evidence including that of a step. Moves with a smaller k than those tried are shorter, by the same factor, and so
+        are their gains; of a larger one, no more is known than of the largest tried."""
         low, high = (int(notes["prior"]) + OFFSETS[place] for place in (0, -1))
         found = {int(notes["prior"]) + offset: notes[name] for offset, name in zip(OFFSETS, EVIDENCE, strict=True)}
         pooled = {}
@@ -247,7 +247,7 @@ def weigh_gains(gains: Floats) -> list[float]:
     """What each move gains over θ, [moves, examples], summed over the examples, in units in which steps can be compared: how much
     the differences between moves vary between examples. The gains of the first steps are far larger than those of the last. A
     move without finite losses loses as much as there are examples."""
-    finite = np.isfinite(gains).all(axis=1)
+    finite = np.array([np.isfinite(row).all() for row in gains])
     if not finite.any():
         return [0.0] * len(gains)
     spread = math.sqrt(float((gains[finite] - gains[finite].mean(axis=0)).var(axis=1).mean()))
