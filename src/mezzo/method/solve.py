@@ -43,7 +43,7 @@ FRESH_MARGIN, HELD_OUT_MARGIN = -2.0, 0.5
 WANTED_CHANGE = {"float32": 0.1, "bfloat16": 0.3, "float16": 0.2}
 # The moves of so many steps before are directions too.
 LAST_MOVES = 4
-# The run ends when so many steps together gain no more than this share of the loss. They are ever larger ones.
+# The run ends when so many steps together surely gain no more than this share of the loss. They are ever larger ones.
 LAST_STEPS, LEAST_GAIN = 10, 0.01
 
 
@@ -106,8 +106,8 @@ class Solve:
     """The newest first. The loss often still falls along them, which fresh directions would have to find again."""
     _evidence: dict[int, float] = field(init=False, default_factory=dict)
     """For each of PRIORS, the gains of moves with it on examples that were not fitted; empty before the first step."""
-    _gains: list[float] = field(init=False, default_factory=list)
-    """Of each move that was taken, 0 where none was."""
+    _gains: list[tuple[float, float]] = field(init=False, default_factory=list)
+    """Of each move that was taken, 0 where none was, and its standard error."""
     _loss: float = field(init=False, default=0.0)
 
     looks_ahead = False
@@ -202,7 +202,7 @@ class Solve:
         self._evidence = self._pool(notes)
         if not record.update.empty:
             self._last_moves = [self._own_part(record), *self._last_moves][:LAST_MOVES]
-        self._gains.append(gain if not record.update.empty else 0.0)
+        self._gains.append((gain if not record.update.empty else 0.0, notes["gain_error"]))
         share = gain / notes["expected"] if notes["expected"] > 0 else 0.0
         self._share += FORGET * (max(-1.0, min(1.0, share)) - self._share)
         self._wanted *= GROWTH if self._share < LEAST_SHARE else 1.0
@@ -220,8 +220,10 @@ class Solve:
     def finished(self) -> str:
         """Why no further step is worth its cost; empty while one is."""
         last = self._gains[-LAST_STEPS:]
-        total = sum(last)
-        if len(last) < LAST_STEPS or total > LEAST_GAIN * self._loss:
+        total = sum(gain for gain, _ in last)
+        # What fresh examples say of one step is mostly chance; the held-out ones refuse gains within it one by one.
+        chance = 0.0 if self.held_out else math.hypot(*(error for _, error in last))
+        if len(last) < LAST_STEPS or total + chance > LEAST_GAIN * self._loss:
             return ""
         return f"moves stopped helping: the last {LAST_STEPS} gained {total:.2g}"
 
