@@ -151,7 +151,7 @@ class Solve:
         still = np.zeros(len(directions))
         notes |= {
             "change": float(self.eps * model.changes.std()),
-            "ridge": ridges[chosen],
+            "ridge": ridges[chosen] if taken else math.inf,
             "expected": float((model.losses(still) - model.losses(moves[chosen])).mean()),
             "before": float(losses[0].mean()),
             "gain": gain,

@@ -17,8 +17,9 @@ from mezzo.method.noise import step_seed
 from mezzo.runs.setup import Setup
 from mezzo.types import Probe
 
-# Directions that are tried, and how many times the model's own perplexity they may have, on geometric average.
-DIRECTIONS, MOST_RISE = 4, 3.0
+# Directions that are tried, and how many times the model's own perplexity they may have, on geometric average. A model of 1.5B
+# learned countdown where it was 1.06 times and learned nothing where it was 1.3 times: texts at such probes are worse than at θ.
+DIRECTIONS, MOST_RISE = 4, 1.2
 MOST_HALVINGS = 8
 
 
