@@ -11,13 +11,15 @@ from mezzo.method.score_model import ABSENT, ScoreModel, cross_entropies, logits
 from mezzo.types import Batch, Prompt, Readout
 
 
-def make_model(seed: int, directions: int = 7, examples: int = 40, classes: int = 5, signal: float = 1.0) -> ScoreModel:
+def make_model(
+    seed: int, directions: int = 7, examples: int = 40, classes: int = 5, signal: float = 1.0, earlier: float = 0.0
+) -> ScoreModel:
     """A random problem in which the first direction moves the right class up."""
     rng = np.random.default_rng(seed)
     labels = rng.integers(classes, size=examples)
     changes = rng.normal(size=(directions, examples, classes))
     changes[0, np.arange(examples), labels] += signal
-    return ScoreModel(rng.normal(size=(examples, classes)), changes.astype(np.float32), labels)
+    return ScoreModel(rng.normal(size=(examples, classes)), changes.astype(np.float32), labels, earlier)
 
 
 def torch_loss(model: ScoreModel, alpha: torch.Tensor, ridge: float = 0.0) -> torch.Tensor:
@@ -43,6 +45,16 @@ def test_the_fit_is_where_autograd_finds_no_slope(ridge):
     assert float(gradient.norm()) < 1e-3 * max(1.0, float(np.linalg.norm(model.slopes())))
 
 
+@pytest.mark.parametrize("earlier", [0.5, 8.0])
+def test_earlier_examples_add_the_curvature_at_the_present_weights(earlier):
+    model = make_model(5, directions=20, examples=60, earlier=earlier)
+    hessian = torch.autograd.functional.hessian(lambda a: torch_loss(model, a), torch.zeros(20, dtype=torch.float64))
+    alpha = torch.tensor(model.fit(0.01), requires_grad=True)
+    loss = torch_loss(model, alpha, 0.01) + earlier / 2 * alpha @ hessian @ alpha
+    (gradient,) = torch.autograd.grad(loss, alpha)
+    assert float(gradient.norm()) < 1e-3 * float(np.linalg.norm(model.slopes()))
+
+
 def test_separable_examples_do_not_send_the_fit_to_infinity():
     labels = np.array([0, 1] * 8)
     changes = np.zeros((1, 16, 2), np.float32)
@@ -65,13 +77,13 @@ def test_a_path_of_ridges_has_the_fit_of_each():
         np.testing.assert_allclose(alpha, model.fit(ridge), atol=1e-2 * np.abs(alpha).max())
 
 
-@pytest.mark.parametrize("ridge", [0.03, 0.3, 3.0])
-def test_the_gain_on_examples_left_out_is_that_of_fits_without_them(ridge):
-    model = make_model(3, directions=10, examples=80, signal=0.5)
+@pytest.mark.parametrize(("ridge", "earlier"), [(0.03, 0.0), (0.3, 0.0), (3.0, 0.0), (0.03, 2.0)])
+def test_the_gain_on_examples_left_out_is_that_of_fits_without_them(ridge, earlier):
+    model = make_model(3, directions=10, examples=80, signal=0.5, earlier=earlier)
     expected = 0.0
     for out in range(80):
         kept = np.arange(80) != out
-        others = ScoreModel(model.base[kept], model.changes[:, kept], model.labels[kept])
+        others = ScoreModel(model.base[kept], model.changes[:, kept], model.labels[kept], earlier * 80 / 79)
         alpha = others.fit(ridge * 80 / 79)  # the ridge is of the mean over all 80
         one = ScoreModel(model.base[[out]], model.changes[:, [out]], model.labels[[out]])
         expected += float((one.losses(np.zeros(10)) - one.losses(alpha)).sum())

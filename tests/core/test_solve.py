@@ -12,8 +12,9 @@ from mezzo.method import solve
 from mezzo.method.batches import ExampleStream
 from mezzo.method.method import answer_questions
 from mezzo.method.noise import dense
+from mezzo.method.score_model import cross_entropies
 from mezzo.method.solve import EVIDENCE, OFFSETS, Solve, plan_step
-from mezzo.types import Prompt, Question, Readout, StepRecord, Update
+from mezzo.types import Probe, Prompt, Question, Readout, StepRecord, Update
 
 CLASSES, WIDTH = 3, 6
 READOUT = Readout("words", words=tuple(range(CLASSES)))
@@ -180,6 +181,37 @@ def test_the_ridge_follows_the_evidence_of_all_steps():
     with pytest.raises(StopIteration) as end:
         questions.send(engine.score(tried))
     assert end.value.value.notes["prior"] == middle
+
+
+def test_examples_of_earlier_steps_keep_moves_from_following_the_noise_of_their_own():
+    """Steps of the same size then end nearer to the best weights, as the average of many steps would."""
+    excess = []
+    for weight in (0.0, solve.EARLIER):
+        losses = []
+        for seed in range(4):
+            engine = LinearEngine(6000, seed)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(solve, "EARLIER", weight)
+                run(engine, Solve(seed, 1e-2, stream(engine, 0, 5000), directions=24, examples=48), 20)
+            rest = stream(engine, 5000, 6000)
+            batch = rest.take(0, 1000)
+            scores = engine.score(Question(batch, (Probe(),)))[0].astype(np.float64)
+            losses.append(float(cross_entropies(scores, batch.labels).mean()))
+        excess.append(float(np.mean(losses)))
+    assert excess[1] < excess[0]
+
+
+def test_earlier_examples_are_those_that_moved_the_weights_and_no_more_than_there_are():
+    engine = LinearEngine(200)
+    method = Solve(0, 1e-2, stream(engine, 0, 200), examples=50)
+    assert method._earlier(50) == 0.0
+    record = run(engine, method, 1)[0]
+    assert not record.update.empty and method._earlier(50) == solve.EARLIER * 1.0
+    method.observe(replace(record, update=Update()))
+    assert method._earlier(50) == solve.EARLIER * 1.0
+    for _ in range(9):
+        method.observe(record)
+    assert method._earlier(50) == solve.EARLIER * 3.0
 
 
 def test_labels_by_chance_lead_to_short_moves():

@@ -33,6 +33,8 @@ LEAST_DIRECTIONS, MOST_DIRECTIONS, RATIO = 64, 256, 0.25
 # these units: a property of model and data, not of the size of a step, so that one k serves all steps, and slowly changes. The
 # first step chooses among all of PRIORS without a forward pass; a step then tries the solutions for k + OFFSETS with real ones.
 PRIORS, OFFSETS = range(-9, 4), (-2, -1, 0, 1, 2)
+# The weight of an example that an earlier step has fitted, beside one of the batch: the moves since then have spoiled some of it.
+EARLIER = 0.25
 # Held-out examples that judge a step at most; where none are held out, as many training examples judge as are fitted.
 MOST_JUDGED = 512
 # The gain that a move must have on judging examples, in standard errors. Fresh ones only refuse what clearly does harm: their
@@ -97,6 +99,7 @@ class Solve:
     dtype: str = "float32"
     spent: int = field(init=False, default=0)
     _taken: int = field(init=False, default=0)
+    _fitted: int = field(init=False, default=0)
     _judged: int = field(init=False, default=0)
     _wanted: float = field(init=False, default=FIRST_EXAMPLES)
     """Examples that the next step should fit."""
@@ -120,7 +123,7 @@ class Solve:
         fresh: list[Terms] = [((step_seed(self.seed, step, number), 1.0),) for number in range(size.directions)]
         directions = [*fresh, *self._last_moves]
         answer = yield Question(batch, (Probe(), *(Probe(combine([each], [self.eps])) for each in directions)))
-        model, usable = make_model(answer, batch, self.eps)
+        model, usable = make_model(answer, batch, self.eps, self._earlier(size.fitted))
         notes = {
             "forwards": size.forwards + len(self._last_moves) * size.fitted,
             "directions": len(directions),
@@ -161,6 +164,10 @@ class Solve:
         loss = float(model.losses(still).mean())
         return StepRecord(step, (loss,), tuple(model.slopes().tolist()), update, 0.0, notes=notes)
 
+    def _earlier(self, fitted: int) -> float:
+        """What the examples that earlier steps have fitted weigh, for each of the batch. Those of the batch are none of them."""
+        return EARLIER * min(self._fitted, len(self.train) - fitted) / fitted
+
     def _likely_prior(self, model: ScoreModel, unit: float) -> int:
         """The k with the most evidence; before the first step, by leaving out one example after the other."""
         evidence = self._evidence
@@ -195,6 +202,7 @@ class Solve:
         self.spent += int(notes["forwards"])
         self._taken += int(notes["fitted"]) + (0 if self.held_out else int(notes["judged"]))
         self._judged += int(notes["judged"])
+        self._fitted += 0 if record.update.empty else int(notes["fitted"])
         if record.skipped:
             self.eps /= 4
             return
@@ -234,7 +242,9 @@ def combine(directions: Sequence[Terms], coefficients: Iterable[float]) -> Terms
     return tuple((seed, float(np.float32(weight * coef))) for each, coef in pairs for seed, weight in each)
 
 
-def make_model(scores: Scores, batch: Batch, eps: float) -> tuple[ScoreModel | None, Sequence[bool]]:
+def make_model(
+    scores: Scores, batch: Batch, eps: float, earlier: float = 0.0
+) -> tuple[ScoreModel | None, Sequence[bool]]:
     """The linear model from the scores at θ and at every θ + ε·zᵢ, and which directions have finite scores; None where θ or all
     directions have none."""
     logits = logits_of(scores, batch)
@@ -242,7 +252,7 @@ def make_model(scores: Scores, batch: Batch, eps: float) -> tuple[ScoreModel | N
     if not finite[0] or not any(finite[1:]):
         return None, finite[1:]
     changes = _centred((logits[1:][finite[1:]] - logits[0]) / eps).astype(np.float32)
-    return ScoreModel(logits[0], changes, batch.labels), finite[1:]
+    return ScoreModel(logits[0], changes, batch.labels, earlier), finite[1:]
 
 
 def weigh_gains(gains: Floats) -> list[float]:
