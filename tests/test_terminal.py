@@ -119,7 +119,7 @@ def test_a_terminal_shows_the_loss_before_and_after_a_move(train):
     plain = CODES.sub("", in_a_terminal([*train, *SOLVE]))
     lines = [line for line in re.split(r"[\r\n]+", plain) if "k/9k" in line]
     assert lines, plain[-2000:]
-    assert re.search(r"\dk/9k  dev \d+\.\d%  loss \d\.\d+( → \d\.\d+|, no move helped)", lines[-1])
+    assert re.search(r"\dk/9k  dev \d+\.\d%  loss \d\.\d+( → \d\.\d+|, not moved)", lines[-1])
     assert any("left" in line for line in lines)
     assert "zero slopes" not in plain
 

@@ -116,7 +116,7 @@ class RunProgress:
         before, gain = (self.last_step.get(name) for name in ("before", "gain"))
         if before is not None and gain is not None:
             moved = "ridge" in self.last_step  # without a move it is infinite, and left out
-            return f"loss {before:.4f} → {before - gain:.4f}" if moved else f"loss {before:.4f}, no move helped"
+            return f"loss {before:.4f} → {before - gain:.4f}" if moved else f"loss {before:.4f}, not moved"
         if "reward" in self.last_step:
             return self._reward
         return f"loss {sum(self._losses) / len(self._losses):.4f}" if self._losses else ""

@@ -50,7 +50,7 @@ class Run:
     example_forwards: int = 0
     """Forward passes of training times the examples in each."""
     moves: int | None = None
-    """Steps of `--method solve` whose move helped and was taken."""
+    """Steps of `--method solve` that moved the weights."""
     stopped: str = ""
     warnings: tuple[str, ...] = field(default=())
     workers: dict[str, Any] | None = None
@@ -99,7 +99,7 @@ class Run:
         if self.moves is None:
             rows.append(("zero slopes", f"{self.zero_slope_share:.1%} of steps"))
         else:
-            rows.append(("moves", f"{self.moves} of {self.steps} steps found one that helped"))
+            rows.append(("moves", f"{self.moves} of {self.steps} steps moved the weights"))
         if self.skipped_steps:
             rows.append(("skipped steps", str(self.skipped_steps)))
         if self.failed_rewards or self.failed_test_rewards:
