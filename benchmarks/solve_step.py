@@ -56,7 +56,7 @@ def candidates(setting: Setting, space: Space, directions: int) -> Step:
 
     def score(number: int) -> object:
         seeds = range(number * directions, (number + 1) * directions)
-        moves = (Probe(tuple((seed, EPS / (1 + number)) for seed in seeds)) for number in range(len(OFFSETS)))
+        moves = (Probe(tuple((seed, EPS / shrink) for seed in seeds)) for shrink in range(1, 1 + len(OFFSETS)))
         return engine.score(setting.batch, (Probe(), *moves))
 
     return score
@@ -67,9 +67,9 @@ def solver(setting: Setting, directions: int) -> Step:
     scores = rng.normal(size=(1 + directions, len(setting.batch), len(setting.batch.readout.words))).astype("float32")
 
     def solve(number: int) -> object:
-        model, _ = make_model(scores, setting.batch, EPS)
+        model, _ = make_model(scores, setting.batch, EPS, earlier_weight=1.0)
         assert model is not None
-        ridges = [model.mean_curvature() * 0.25**offset for offset in OFFSETS]
+        ridges = [model.mean_curvature() / len(setting.batch) * 0.25**offset for offset in OFFSETS]
         fits = model.fit_path(ridges)
         return [model.left_out_gains(move, ridge) for move, ridge in zip(fits, ridges, strict=True)]
 
@@ -99,7 +99,7 @@ def main() -> None:
     }
     for kind in options.space.split(","):
         for name, make in (("population", population), ("candidates", candidates)):
-            contenders[f"{kind} {name}"] = partial(make, setting, Space(kind), directions)
+            contenders[f"{kind} {name}"] = partial(make, setting, Space(kind, factors="b"), directions)
     contenders["solver"] = partial(solver, setting, directions)
     timed = time_in_turns(contenders, device, options.rounds)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -12,14 +12,19 @@ from mezzo.types import Batch, Prompt, Readout
 
 
 def make_model(
-    seed: int, directions: int = 7, examples: int = 40, classes: int = 5, signal: float = 1.0, earlier: float = 0.0
+    seed: int,
+    directions: int = 7,
+    examples: int = 40,
+    classes: int = 5,
+    signal: float = 1.0,
+    earlier_weight: float = 0.0,
 ) -> ScoreModel:
     """A random problem in which the first direction moves the right class up."""
     rng = np.random.default_rng(seed)
     labels = rng.integers(classes, size=examples)
     changes = rng.normal(size=(directions, examples, classes))
     changes[0, np.arange(examples), labels] += signal
-    return ScoreModel(rng.normal(size=(examples, classes)), changes.astype(np.float32), labels, earlier)
+    return ScoreModel(rng.normal(size=(examples, classes)), changes.astype(np.float32), labels, earlier_weight)
 
 
 def torch_loss(model: ScoreModel, alpha: torch.Tensor, ridge: float = 0.0) -> torch.Tensor:
@@ -47,7 +52,7 @@ def test_the_fit_is_where_autograd_finds_no_slope(ridge):
 
 @pytest.mark.parametrize("earlier", [0.5, 8.0])
 def test_earlier_examples_add_the_curvature_at_the_present_weights(earlier):
-    model = make_model(5, directions=20, examples=60, earlier=earlier)
+    model = make_model(5, directions=20, examples=60, earlier_weight=earlier)
     hessian = torch.autograd.functional.hessian(lambda a: torch_loss(model, a), torch.zeros(20, dtype=torch.float64))
     alpha = torch.tensor(model.fit(0.01), requires_grad=True)
     loss = torch_loss(model, alpha, 0.01) + earlier / 2 * alpha @ hessian @ alpha
@@ -79,7 +84,7 @@ def test_a_path_of_ridges_has_the_fit_of_each():
 
 @pytest.mark.parametrize(("ridge", "earlier"), [(0.03, 0.0), (0.3, 0.0), (3.0, 0.0), (0.03, 2.0)])
 def test_the_gain_on_examples_left_out_is_that_of_fits_without_them(ridge, earlier):
-    model = make_model(3, directions=10, examples=80, signal=0.5, earlier=earlier)
+    model = make_model(3, directions=10, examples=80, signal=0.5, earlier_weight=earlier)
     expected = 0.0
     for out in range(80):
         kept = np.arange(80) != out

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from mezzo.journal.lines import encode_record, parse_record
 from mezzo.method import solve
 from mezzo.method.batches import ExampleStream
 from mezzo.method.method import answer_questions
@@ -98,7 +100,7 @@ def test_what_it_remembers_follows_from_the_records():
     records = run(engine, method, 5)
     again = Solve(3, 1e-2, stream(engine, 0, 3000))
     for record in records:
-        again.observe(record)
+        again.observe(parse_record(json.loads(json.dumps(encode_record(record)))))
     assert again == method
     assert next(again.step(5)) == next(method.step(5))
 
@@ -153,8 +155,74 @@ def test_moves_that_are_not_finite_are_never_chosen():
     spoilt = answer_step(Solve(0, 1e-2, stream(engine, 0, 3000)), engine, spoil)
     assert not spoilt.update.empty and spoilt.update != usual.update
     assert spoilt.notes["ridge"] != usual.notes["ridge"] and math.isfinite(spoilt.notes["gain"])
-    nothing = answer_step(Solve(0, 1e-2, stream(engine, 0, 3000)), engine, lambda scores: scores * np.nan)
-    assert nothing.update.empty
+
+
+def test_a_step_without_finite_moves_moves_nothing_and_is_no_evidence_of_the_end():
+    engine = LinearEngine(3000)
+    method = Solve(0, 1e-2, stream(engine, 0, 3000))
+    record = answer_step(method, engine, lambda scores: np.concatenate([scores[:1], scores[1:] * np.nan]))
+    assert record.update.empty and record.notes["gain"] == 0.0
+    again = parse_record(json.loads(json.dumps(encode_record(record))))
+    method.observe(again)
+    usual = answer_step(Solve(0, 1e-2, stream(engine, 0, 3000)), engine, lambda scores: scores)
+    for _ in range(9):
+        method.observe(usual)
+    assert not method.finished and math.isfinite(method._share)
+
+
+def test_moves_that_are_not_finite_count_as_harm():
+    gains = np.array([[1.0, 2.0, 3.0], [1.0, 2.5, 2.0], [np.nan, 1.0, 1.0]])
+    first, second, broken = solve.weigh_gains(gains)
+    assert broken == -3.0 < 0.0 < second < first
+    assert solve.weigh_gains(gains * np.nan) == [-3.0] * 3
+
+
+@pytest.mark.parametrize("gains", [np.array([[0.4, 0.2], [np.nan, 1.0]]), np.full((5, 1), 0.3), np.zeros((2, 4))])
+def test_one_step_cannot_outweigh_all_others(gains):
+    """Where nothing tells moves apart, differences between them are no unit."""
+    assert max(map(abs, solve.weigh_gains(gains))) <= gains.shape[1] / solve.LEAST_SPREAD
+
+
+def end_of(gain: float, error: float, held_out: bool) -> str:
+    """What the method says after ten steps with that gain."""
+    engine = LinearEngine(200)
+    method = Solve(0, 1e-2, stream(engine, 0, 100), stream(engine, 100, 200) if held_out else None)
+    record = run(engine, method, 1)[0]
+    method = replace(method)  # without its memory
+    for _ in range(solve.LAST_STEPS):
+        method.observe(replace(record, losses=(1.0,), notes=record.notes | {"gain": gain, "gain_error": error}))
+    return method.finished
+
+
+def test_the_end_is_certain_where_training_examples_judge():
+    assert end_of(0.0, 0.001, held_out=False) and not end_of(0.0, 0.1, held_out=False)
+    assert end_of(0.0, 0.1, held_out=True)  # each of its moves had to gain something
+    assert not end_of(0.1, 0.001, held_out=False) and not end_of(0.1, 0.001, held_out=True)
+
+
+def test_shorter_moves_than_those_tried_gain_less_and_old_evidence_fades():
+    method = Solve(0, 1e-2, ExampleStream((), READOUT, 0))
+    notes = {"prior": 0.0, **{name: 10.0 + offset for name, offset in zip(EVIDENCE, OFFSETS, strict=True)}}
+    first = method._pool(notes)
+    assert first[-3] == 8.0 / 4 and first[-4] == 8.0 / 16 and first[3] == first[2] == 12.0
+    method._evidence = first
+    assert method._pool(notes | dict.fromkeys(EVIDENCE, 0.0))[0] == (1 - solve.FORGET) * 10.0
+
+
+def test_examples_that_all_steps_have_fitted_are_not_asked_without_themselves(monkeypatch):
+    """Where dev examples judge, a run fits all training examples in every step."""
+    engine, asked = LinearEngine(400), []
+    left_out = solve.ScoreModel.left_out_gains
+    monkeypatch.setattr(solve.ScoreModel, "left_out_gains", lambda *args: asked.append(1) or left_out(*args))
+    for held_out, later in ((None, len(OFFSETS)), (stream(engine, 200, 400), 0)):
+        method = Solve(0, 1e-2, stream(engine, 0, 200), held_out)
+        counts = []
+        for step in range(2):
+            asked.clear()
+            record = answer_questions(questions := method.step(step), next(questions), engine.score)
+            method.observe(record)
+            counts.append(len(asked))
+        assert counts == [len(solve.PRIORS) + later, later]
 
 
 def test_a_move_that_clearly_does_harm_is_refused():
@@ -168,12 +236,12 @@ def test_a_move_that_clearly_does_harm_is_refused():
 
 
 def test_the_ridge_follows_the_evidence_of_all_steps():
-    """One step in which luck favours long moves outweighs nothing that many steps have shown."""
+    """A step in which luck favours long moves does not outweigh what many steps have shown."""
     engine = LinearEngine(3000)
     method = Solve(0, 1e-2, stream(engine, 0, 3000))
     records = run(engine, method, 6)
     middle = int(records[-1].notes["prior"])
-    lucky = {name: 0.5 * offset for name, offset in zip(EVIDENCE, OFFSETS, strict=True)}
+    lucky = {name: 5.0 * offset for name, offset in zip(EVIDENCE, OFFSETS, strict=True)}
     method.observe(replace(records[-1], notes={**records[-1].notes, **lucky}))
     questions = method.step(6)
     tried = questions.send(engine.score(next(questions)))
@@ -204,14 +272,14 @@ def test_examples_of_earlier_steps_keep_moves_from_following_the_noise_of_their_
 def test_earlier_examples_are_those_that_moved_the_weights_and_no_more_than_there_are():
     engine = LinearEngine(200)
     method = Solve(0, 1e-2, stream(engine, 0, 200), examples=50)
-    assert method._earlier(50) == 0.0
+    assert method._earlier_weight(50) == 0.0
     record = run(engine, method, 1)[0]
-    assert not record.update.empty and method._earlier(50) == solve.EARLIER * 1.0
+    assert not record.update.empty and method._earlier_weight(50) == solve.EARLIER * 1.0
     method.observe(replace(record, update=Update()))
-    assert method._earlier(50) == solve.EARLIER * 1.0
+    assert method._earlier_weight(50) == solve.EARLIER * 1.0
     for _ in range(9):
         method.observe(record)
-    assert method._earlier(50) == solve.EARLIER * 3.0
+    assert method._earlier_weight(50) == solve.EARLIER * 3.0
 
 
 def test_labels_by_chance_lead_to_short_moves():

@@ -3,11 +3,11 @@
 A batch is scored at θ and at θ + ε·zᵢ. The differences over ε say how every score of every example changes along every
 direction, so that the scores at θ + Σ αᵢ·zᵢ are known to first order for any α, and with them the cross-entropy:
 
-    L(α) = mean over examples of CE(base + Σ αᵢ·changesᵢ) + ridge/2 · |α|² + earlier/2 · αᵀHα
+    L(α) = mean over examples of CE(base + Σ αᵢ·changesᵢ) + ridge/2 · |α|² + earlier_weight/2 · αᵀHα
 
-H is the curvature of the mean loss at α = 0. The last term stands for the examples of earlier steps, `earlier` times as many as
-those of the batch: θ suits them already, and a move costs them about as much curvature as it costs the batch. It is convex in
-the few numbers α and solved by Newton's method in milliseconds, without another forward pass.
+H is the curvature of the mean loss at α = 0. The last term stands for the examples of earlier steps: θ suits
+them already, and a move costs them about as much curvature as it costs the batch. L is convex in the few numbers α and solved
+by Newton's method in milliseconds, without another forward pass.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class ScoreModel:
     changes: npt.NDArray[np.float32]
     """[n, B, C]: per unit of each direction, in the precision that scores come in."""
     labels: Labels
-    earlier: float = 0.0
-    """How many examples earlier steps have fitted, for each of the batch."""
+    earlier_weight: float = 0.0
+    """Of the examples that earlier steps have fitted; those of the batch weigh 1."""
 
     def logits(self, coefficients: Floats) -> Floats:
         change = coefficients.astype(np.float32) @ self.changes.reshape(len(self.changes), -1)
@@ -128,7 +128,7 @@ class ScoreModel:
     def _penalty(self, ridge: float) -> Floats:
         """The matrix of what is added to the loss, a quadratic function of the coefficients."""
         ridges: Floats = ridge * np.eye(len(self.changes))
-        return ridges + self.earlier * self._curvature if self.earlier else ridges
+        return ridges + self.earlier_weight * self._curvature if self.earlier_weight else ridges
 
     def _penalised(self, alpha: Floats, penalty: Floats) -> float:
         return float(self.losses(alpha).mean() + alpha @ penalty @ alpha / 2)

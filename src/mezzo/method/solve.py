@@ -20,9 +20,9 @@ from mezzo.method.noise import step_seed
 from mezzo.method.score_model import Floats, ScoreModel, cross_entropies, logits_of
 from mezzo.types import Batch, Probe, Question, Scores, StepRecord, Update
 
-# Examples of the first step. The next ones take more while the gains of the last steps (an average)
-# are less than this share of what the fitted examples promised: most of the move is then noise, which more examples average out.
-# With a larger share forwards are wasted: twice the examples then give less than twice the gain.
+# Examples of the first step. The next ones take more while the gains of the last steps (an average) are less than this share of
+# what the fitted examples promised: most of the move is then noise, which more examples average out. With a larger share
+# forwards are wasted: twice the examples then give less than twice the gain.
 FIRST_EXAMPLES, GROWTH, LEAST_SHARE = 64, 1.25, 0.25
 # What a step forgets of such an average, and of the evidence about ridges.
 FORGET = 0.25
@@ -30,11 +30,14 @@ FORGET = 0.25
 # gradient for the same forwards, as long as few examples tell these apart.
 LEAST_DIRECTIONS, MOST_DIRECTIONS, RATIO = 64, 256, 0.25
 # A ridge of 4^-k / examples, in units of the mean curvature along a direction, suits coefficients whose variance is 4^k in
-# these units: a property of model and data, not of the size of a step, so that one k serves all steps, and slowly changes. The
-# first step chooses among all of PRIORS without a forward pass; a step then tries the solutions for k + OFFSETS with real ones.
+# these units, which is a property of model and data and not of the size of a step: one k, the prior, serves all steps, and
+# changes slowly. The first step finds the best of PRIORS that leave room for OFFSETS without a forward pass; a step then tries
+# the solutions for k + OFFSETS with real ones.
 PRIORS, OFFSETS = range(-9, 4), (-2, -1, 0, 1, 2)
-# The weight of an example that an earlier step has fitted, beside one of the batch: the moves since then have spoiled some of it.
+# The weight of an example that an earlier step has fitted, beside one of the batch: moves since then have undone some of its fit.
 EARLIER = 0.25
+# How little the differences between moves may vary between examples, as a share of what moves gain.
+LEAST_SPREAD = 0.01
 # Held-out examples that judge a step at most; where none are held out, as many training examples judge as are fitted.
 MOST_JUDGED = 512
 # The gain that a move must have on judging examples, in standard errors. Fresh ones only refuse what clearly does harm: their
@@ -45,10 +48,8 @@ FRESH_MARGIN, HELD_OUT_MARGIN = -2.0, 0.5
 WANTED_CHANGE = {"float32": 0.1, "bfloat16": 0.3, "float16": 0.2}
 # The moves of so many steps before are directions too.
 LAST_MOVES = 4
-# The run ends when so many steps together surely gain no more than this share of the loss. They are ever larger ones.
+# The run ends when so many steps together surely gain no more than this share of the loss. Later steps are larger.
 LAST_STEPS, LEAST_GAIN = 10, 0.01
-
-
 # The notes of a step that keep its evidence.
 EVIDENCE = tuple(f"evidence{offset:+d}" for offset in OFFSETS)
 Terms = tuple[tuple[int, float], ...]
@@ -117,13 +118,13 @@ class Solve:
     """The first question of a step depends on how the step before it ended."""
 
     def step(self, step: int) -> Questions:
-        held_out = len(self.held_out) if self.held_out else 0
+        held_out = 0 if self.held_out is None else len(self.held_out)
         size = plan_step(self._wanted, len(self.train), held_out, self.directions, self.examples)
         batch = self.train.take(self._taken, size.fitted)
         fresh: list[Terms] = [((step_seed(self.seed, step, number), 1.0),) for number in range(size.directions)]
         directions = [*fresh, *self._last_moves]
         answer = yield Question(batch, (Probe(), *(Probe(combine([each], [self.eps])) for each in directions)))
-        model, usable = make_model(answer, batch, self.eps, self._earlier(size.fitted))
+        model, finite = make_model(answer, batch, self.eps, self._earlier_weight(size.fitted))
         notes = {
             "forwards": size.forwards + len(self._last_moves) * size.fitted,
             "directions": len(directions),
@@ -133,7 +134,7 @@ class Solve:
         }
         if model is None:
             return StepRecord(step, (math.nan,), (), Update(), 0.0, "non-finite loss", notes)
-        directions = [each for each, kept in zip(directions, usable, strict=True) if kept]
+        directions = [each for each, kept in zip(directions, finite, strict=True) if kept]
         unit = max(model.mean_curvature(), 1e-12) / size.fitted
         middle = self._likely_prior(model, unit)
         ridges = [unit * 4.0 ** -(middle + offset) for offset in OFFSETS]
@@ -148,9 +149,10 @@ class Solve:
             gains = np.concatenate([gains, np.stack(left_out)], axis=1)
         notes |= {"prior": middle} | dict(zip(EVIDENCE, weigh_gains(gains), strict=True))
         pooled = self._pool(notes)
-        chosen = max(range(len(OFFSETS)), key=lambda index: pooled[middle + OFFSETS[index]])
-        gain, error = _mean_and_error(losses[0] - losses[1 + chosen])
-        taken = math.isfinite(gain) and gain > error * (FRESH_MARGIN if self.held_out is None else HELD_OUT_MARGIN)
+        usable = [index for index, row in enumerate(gains) if np.isfinite(row).all()]
+        chosen = max(usable or [0], key=lambda index: pooled[middle + OFFSETS[index]])
+        gain, error = _mean_and_error(losses[0] - losses[1 + chosen]) if usable else (0.0, 0.0)
+        taken = gain > error * (FRESH_MARGIN if self.held_out is None else HELD_OUT_MARGIN)
         still = np.zeros(len(directions))
         notes |= {
             "change": float(self.eps * model.changes.std()),
@@ -164,8 +166,8 @@ class Solve:
         loss = float(model.losses(still).mean())
         return StepRecord(step, (loss,), tuple(model.slopes().tolist()), update, 0.0, notes=notes)
 
-    def _earlier(self, fitted: int) -> float:
-        """What the examples that earlier steps have fitted weigh, for each of the batch. Those of the batch are none of them."""
+    def _earlier_weight(self, fitted: int) -> float:
+        """The weight of the examples that earlier steps have fitted; those of the batch, which are none of them, weigh 1."""
         return EARLIER * min(self._fitted, len(self.train) - fitted) / fitted
 
     def _likely_prior(self, model: ScoreModel, unit: float) -> int:
@@ -181,8 +183,9 @@ class Solve:
     def _pool(self, notes: Mapping[str, float]) -> dict[int, float]:
         """The evidence including that of a step. Moves with a smaller k than those tried are shorter, by the same factor, and so
         are their gains; of a larger one, no more is known than of the largest tried."""
-        low, high = (int(notes["prior"]) + OFFSETS[place] for place in (0, -1))
-        found = {int(notes["prior"]) + offset: notes[name] for offset, name in zip(OFFSETS, EVIDENCE, strict=True)}
+        middle = int(notes["prior"])
+        low, high = middle + OFFSETS[0], middle + OFFSETS[-1]
+        found = {middle + offset: notes[name] for offset, name in zip(OFFSETS, EVIDENCE, strict=True)}
         pooled = {}
         for prior in PRIORS:
             new = found[min(max(prior, low), high)] * 4.0 ** min(0, prior - low)
@@ -200,7 +203,7 @@ class Solve:
     def observe(self, record: StepRecord) -> None:
         notes = record.notes
         self.spent += int(notes["forwards"])
-        self._taken += int(notes["fitted"]) + (0 if self.held_out else int(notes["judged"]))
+        self._taken += int(notes["fitted"]) + (int(notes["judged"]) if self.held_out is None else 0)
         self._judged += int(notes["judged"])
         self._fitted += 0 if record.update.empty else int(notes["fitted"])
         if record.skipped:
@@ -230,7 +233,7 @@ class Solve:
         last = self._gains[-LAST_STEPS:]
         total = sum(gain for gain, _ in last)
         # What fresh examples say of one step is mostly chance; the held-out ones refuse gains within it one by one.
-        chance = 0.0 if self.held_out else math.hypot(*(error for _, error in last))
+        chance = math.hypot(*(error for _, error in last)) if self.held_out is None else 0.0
         if len(last) < LAST_STEPS or total + chance > LEAST_GAIN * self._loss:
             return ""
         return f"moves stopped helping: the last {LAST_STEPS} gained {total:.2g}"
@@ -243,7 +246,7 @@ def combine(directions: Sequence[Terms], coefficients: Iterable[float]) -> Terms
 
 
 def make_model(
-    scores: Scores, batch: Batch, eps: float, earlier: float = 0.0
+    scores: Scores, batch: Batch, eps: float, earlier_weight: float = 0.0
 ) -> tuple[ScoreModel | None, Sequence[bool]]:
     """The linear model from the scores at θ and at every θ + ε·zᵢ, and which directions have finite scores; None where θ or all
     directions have none."""
@@ -252,7 +255,7 @@ def make_model(
     if not finite[0] or not any(finite[1:]):
         return None, finite[1:]
     changes = _centred((logits[1:][finite[1:]] - logits[0]) / eps).astype(np.float32)
-    return ScoreModel(logits[0], changes, batch.labels, earlier), finite[1:]
+    return ScoreModel(logits[0], changes, batch.labels, earlier_weight), finite[1:]
 
 
 def weigh_gains(gains: Floats) -> list[float]:
@@ -260,13 +263,13 @@ def weigh_gains(gains: Floats) -> list[float]:
     the differences between moves vary between examples. The gains of the first steps are far larger than those of the last. A
     move without finite losses loses as much as there are examples."""
     finite = np.array([np.isfinite(row).all() for row in gains])
-    if not finite.any():
-        return [0.0] * len(gains)
-    spread = math.sqrt(float((gains[finite] - gains[finite].mean(axis=0)).var(axis=1).mean()))
-    return [
-        float(row.sum() / max(spread, 1e-12)) if sure else -float(len(row))
-        for row, sure in zip(gains, finite, strict=True)
-    ]
+    sums = np.full(len(gains), -float(gains.shape[1]))
+    if finite.any():
+        spread = math.sqrt(float((gains[finite] - gains[finite].mean(axis=0)).var(axis=1).mean()))
+        # Moves that are nearly the same, or a single one, must not outweigh the evidence of all other steps.
+        least = LEAST_SPREAD * float(np.abs(gains[finite]).mean())
+        sums[finite] = gains[finite].sum(axis=1) / (max(spread, least) or 1.0)
+    return [float(value) for value in sums]
 
 
 def _mean_and_error(values: Floats) -> tuple[float, float]:

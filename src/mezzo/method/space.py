@@ -11,7 +11,7 @@ from mezzo.errors import SpaceError, nearest
 from mezzo.types import TensorInfo, TrainedTensor
 
 DECAYS = ("all", "matrices", "base")
-# Of LoRA's two. A change of both is a product, which a difference of scores along a direction mistakes for a slope.
+# Which LoRA factors can be trained. Moving both moves their product, so that scores do not change linearly along a direction.
 FACTORS = ("b", "both")
 TIED = "this model's head is tied to its embeddings"
 USUAL_NOISE_RANK = 8
@@ -62,6 +62,8 @@ class Space:
             )
         if self.head and not self.adapter:
             raise SpaceError(f"--train-head goes with --space {' or '.join(ADAPTERS)}, not {self.kind!r}")
+        if self.factors not in FACTORS:
+            raise SpaceError(f"factors of LoRA are {' or '.join(map(repr, FACTORS))}, not {self.factors!r}")
         if self.decay not in DECAYS:
             raise SpaceError(f"decay is 'all', 'matrices' (skips biases and norms) or 'base', not {self.decay!r}")
         if self.decay == "base" and self.kind != "lora":
@@ -91,8 +93,9 @@ def select(space: Space, tensors: Sequence[TensorInfo]) -> tuple[TrainedTensor, 
     if space.only:
         matching = tuple(t for t in chosen if any(fnmatch.fnmatchcase(t.name, pattern) for pattern in space.only))
         if not matching:
+            hint = "; --factors both trains A too" if space.kind == "lora" and space.factors == "b" else ""
             raise SpaceError(
-                f"no tensor of space {space.kind!r} matches {_quote(space.only)}; it has {_some_names(chosen)}"
+                f"no tensor of space {space.kind!r} matches {_quote(space.only)}; it has {_some_names(chosen)}{hint}"
             )
         chosen = matching
     _refuse_noise_rank(space, chosen)
