@@ -156,7 +156,7 @@ def main() -> None:
         spec = EngineSpec(
             model,
             "causal",
-            Space("lora", rank=8, alpha=16, targets=TARGETS),
+            Space("lora", rank=8, alpha=16, factors="b", targets=TARGETS),
             rows=options.batch,
             seed=1,
             device=options.device,

@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    space = Space("lora", rank=8, alpha=16, targets=TARGETS)
+    space = Space("lora", rank=8, alpha=16, factors="b", targets=TARGETS)
     spec = EngineSpec(
         options.model, "causal", space, rows=options.batch, seed=1, dtype=options.dtype, threads=options.threads
     )

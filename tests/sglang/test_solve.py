@@ -22,7 +22,7 @@ def test_many_probes_are_adapters_of_one_forward(monkeypatch):
     """Where the key-value cache is too small for all of them, forwards are smaller: the scores are those of the torch engine."""
     monkeypatch.setitem(launch.CACHE_TOKENS, "cpu", 1024)
     probes = [Probe(), *(Probe(((seed, 0.01),)) for seed in range(39))]
-    spec = spec_of(Space("lora", rank=4), rows=128, many_probes=True, fewer_rows=True)
+    spec = spec_of(Space("lora", rank=4, factors="b"), rows=128, many_probes=True, fewer_rows=True)
     for ours, reference in open_both_engines(spec):
         assert ours.micro_batch.members == len(ours.adapters) == 32 and ours.uses_internals and ours.builds_batches
         for batch in (words_batch(40), words_batch(6, prefix=tuple(range(100, 300))), candidates_batch()):

@@ -18,7 +18,7 @@ from mezzo.engines.sglang.tensor_parts import TensorPart
 from mezzo.engines.torch.forward.probe_point import ProbePoint
 from mezzo.engines.torch.weights.flat_buffer import FlatBuffer
 from mezzo.engines.torch.weights.noise import NoiseSource
-from mezzo.types import Probe
+from mezzo.types import Probe, TrainedTensor
 
 
 class LoraWeights(LoraFactors):
@@ -27,6 +27,7 @@ class LoraWeights(LoraFactors):
     def __init__(self, spec: EngineSpec, facts: ModelFacts, device: torch.device, slots: AdapterSlots) -> None:
         super().__init__(spec, facts.trained, facts.frozen, device)
         self.slots = slots
+        self._frozen = facts.frozen
         self._flat_views: dict[tuple[int, ...], list[Tensor] | None] = {}
 
     def write_probes(self, probes: Sequence[Probe]) -> list[str | None]:
@@ -41,23 +42,31 @@ class LoraWeights(LoraFactors):
         return list(self.slots.ids[: len(probes)])
 
     def _write_flat_buffers(self, slots: Sequence[int], probes: Sequence[Probe]) -> bool:
-        """Write all factors of all probes in a few operations; False if some are frozen or split over ranks.
+        """Write all factors of all probes in a few operations; False if some are split over ranks.
 
         Looking up each factor would cost a step some milliseconds.
         """
         population = self.population
         point = ProbePoint(tuple(probes), population.source.device)
-        if population.frozen or not point.seeds:
+        if not point.seeds:
             return False
+        frozen = [population.frozen[factor.name].view(-1) for factor in self._frozen] * len(slots)
+        copies = [(self._views_of(-1, self._frozen, slots), frozen)]
         for index, flat in enumerate(population.flat_buffers):
-            key = (index, *slots)
-            if key not in self._flat_views:
-                self._flat_views[key] = self.slots.flat_views(slots, [entry.trained for entry in flat.entries])
-            if (targets := self._flat_views[key]) is None:
-                return False
             values, sizes = population.ops.perturb_flat(flat, point), _sizes_and_gaps(flat)
-            torch._foreach_copy_(targets, [factor for row in values for factor in row.split(sizes)[::2]])
+            targets = self._views_of(index, [entry.trained for entry in flat.entries], slots)
+            copies.append((targets, [factor for row in values for factor in row.split(sizes)[::2]]))
+        if any(targets is None for targets, _ in copies):
+            return False
+        torch._foreach_copy_([t for targets, _ in copies for t in targets or ()], [v for _, vs in copies for v in vs])
         return True
+
+    def _views_of(self, part: int, factors: Sequence[TrainedTensor], slots: Sequence[int]) -> list[Tensor] | None:
+        """Where a part of the factors stands in the slots; found once, because looking it up takes longer than the copies."""
+        key = (part, *slots)
+        if key not in self._flat_views:
+            self._flat_views[key] = self.slots.flat_views(slots, factors)
+        return self._flat_views[key]
 
     def state(self) -> list[TensorPart]:
         values = ((name, self.population.value(name)) for name in self.population.trained)

@@ -46,7 +46,7 @@ class Worker:
         """Create the trained tensors. In a space that SGLang cannot train, there are none and the base model is scored."""
         if spec.space.kind in WEIGHTS:
             slots = self.internals.adapter_slots(adapters)
-            slots.refuse_padding(facts.trained)
+            slots.refuse_padding((*facts.trained, *facts.frozen))
             self.weights = WEIGHTS[spec.space.kind](spec, facts, self.internals.device, slots)
 
     def score(self, batch: Batch, probes: Sequence[Probe], rows: int, members: int) -> tuple[Scores, TokenCounts]:
