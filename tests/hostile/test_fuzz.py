@@ -126,6 +126,43 @@ def test_journal_records_with_a_changed_value_never_crash(valid_run, run_command
     assert code in (0, 1, 2), stderr
 
 
+@pytest.fixture(scope="module")
+def solved_run(tiny_folder: str, tiny_data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("solved") / "run"
+    sizes = {"steps": 2, "samples": 3, "batch_size": 4, "eval_limit": 4, "threads": 1, "device": "cpu"}
+    finetune(
+        tiny_folder, task="sst-2", train=tiny_data, dev=tiny_data, space="lora", method="solve", **sizes, out=str(out)
+    )
+    return out
+
+
+RESUMED = ["--steps", "3", "--eval-limit", "4", "--time-limit", "0.05", "--threads", "1", "--device", "cpu"]
+
+
+@SLOWER
+@given(pick=st.integers(0, 100), new=REPLACEMENTS)
+def test_what_a_method_remembers_never_crashes_a_resume(solved_run, run_command, workspace, pick, new):
+    run = copy_run(solved_run, workspace)
+    journal = read_json_lines(run / "journal.jsonl")
+    (number, *_) = (at for at, line in enumerate(journal) if "notes" in line)
+    paths = json_paths(journal[number]["notes"])
+    journal[number] = replace_at(journal[number], ("notes", *paths[pick % len(paths)]), new)
+    write_journal(run / "journal.jsonl", journal)
+    code, stderr = run_command("train", "--resume", str(run), *RESUMED)
+    assert code in (0, 2), stderr
+
+
+def test_step_without_what_its_method_remembers_is_named(solved_run, expect_refusal, workspace):
+    run = copy_run(solved_run, workspace)
+    journal = read_json_lines(run / "journal.jsonl")
+    for line in journal:
+        line.get("notes", {}).pop("prior", None)
+    write_journal(run / "journal.jsonl", journal)
+    assert "step 0 of the journal lacks what its method has to remember ('prior')" in expect_refusal(
+        "train", "--resume", str(run), *RESUMED
+    )
+
+
 @QUICK
 @given(junk=st.binary(max_size=400), where=st.integers(0, 5000))
 def test_journals_with_random_bytes_never_crash(valid_run, run_command, workspace, junk, where):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -15,6 +16,7 @@ from mezzo.journal.atomic_files import remove_leftovers
 from mezzo.journal.content import MAX_NOTES, read
 from mezzo.journal.header import Header
 from mezzo.journal.journal import Journal
+from mezzo.method.method import Method
 from mezzo.method.objectives import Objective
 from mezzo.parallel.setup import open_workers
 from mezzo.parallel.transports import torchrun
@@ -48,6 +50,7 @@ from mezzo.runs.setup import Setup
 from mezzo.runs.trackers import Trackers, check_installed
 from mezzo.runs.trainer import Limits, MeZOTrainer
 from mezzo.tasks import get_task
+from mezzo.types import StepRecord
 
 # Example-forwards of training between two evaluations, by the number of dev examples.
 EVALUATION_SHARE = 8
@@ -218,10 +221,8 @@ def _make_trainer(
     events: Events,
 ) -> MeZOTrainer:
     """A trainer where the journal ends, its method's memory rebuilt from the records."""
-    method, dev, spent = make_method(setup, objective), setup.splits.dev, 0
-    for record in journal.content.records:
-        method.observe(record)
-        spent += method.cost(record)
+    method, dev = make_method(setup, objective), setup.splits.dev
+    spent = _remember(method, journal.content.records)
     return MeZOTrainer(
         engine,
         method,
@@ -235,6 +236,21 @@ def _make_trainer(
         start=journal.content.steps,
         history=read_evaluations(journal.content),
     )
+
+
+def _remember(method: Method, records: Iterable[StepRecord]) -> int:
+    """Rebuild a method's memory; return what the steps cost."""
+    spent = 0
+    for record in records:
+        try:
+            method.observe(record)
+            spent += method.cost(record)
+        except (KeyError, ValueError, OverflowError) as error:  # notes of another version, or of a file from anybody
+            raise JournalError(
+                f"step {record.step} of the journal lacks what its method has to remember ({error}): the run cannot be "
+                "continued, but it can be verified and exported"
+            ) from None
+    return spent
 
 
 def _make_limits(setup: Setup) -> Limits:

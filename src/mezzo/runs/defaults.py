@@ -104,7 +104,9 @@ def apply_defaults(config: RunConfig, family: str, rewards: bool = False) -> Run
     elif config.method == "solve":
         chosen |= {"eps": published["eps"], "budget": published.get("budget", BUDGET)}
     elif config.method == "es":
-        eps = config.eps or ES_EPS[config.factors or chosen.get("factors", "both")] * published["eps"]
+        eps = (
+            config.eps or ES_EPS[config.factors or chosen["factors"] if asked == "lora" else "both"] * published["eps"]
+        )
         chosen |= {**ES, "eps": eps, "lr": eps}
     else:
         chosen |= {"steps": STEPS, "schedule": "constant", "batch_size": BATCH[family], "samples": 1, **published}
