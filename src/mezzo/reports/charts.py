@@ -153,7 +153,7 @@ def _judged(run: RunData) -> Iterator[Chart]:
     low, high = ([g + sign * e for g, e in zip(gain, error, strict=True)] for sign in (-1, 1))
     line = Series("gain", x, gain, 2, True, low, high)
     note = f"band: one standard error; {run.moves} of {run.steps - run.skipped_steps} moves were taken"
-    yield _over(run, Chart("gain", "gain of the best move", (line,), (Baseline("no gain", 0.0),), note=note))
+    yield _over(run, Chart("gain", "gain of the chosen move", (line,), (Baseline("no gain", 0.0),), note=note))
     sizes = (("directions", "directions", 0), ("fitted", "fitted examples", 1), ("judged", "judging examples", 2))
     lines = tuple(Series(name, x, [record.notes[key] for record in steps], colour, True) for key, name, colour in sizes)
     yield _over(run, Chart("step-size", "size of a step", lines, from_zero=True))

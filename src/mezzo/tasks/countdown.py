@@ -22,7 +22,7 @@ COUNT, NUMBERS, LARGEST = 3, (1, 20), 99
 MOST_SOLVED = 0.08
 SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 # Of an expression that is right but for its value, and what is added as the value gets close to the target. Without the
-# latter, a model that uses the right numbers would learn from the few problems that it happens to solve alone.
+# latter, a model that uses the right numbers would learn only from the few problems that it happens to solve.
 FORM, NEAR = 0.1, 0.3
 LONGEST = 200
 
