@@ -19,6 +19,7 @@ from mezzo import api
 from mezzo.cli.main import main
 from mezzo.errors import ConfigError, DataError, JournalError, SpaceError
 from mezzo.journal.content import read
+from mezzo.runs.defaults import describe_defaults
 from tests.processes import kill_after, start_run, wait_for_lines
 
 LLAMA = "mezzo/llama-mini"
@@ -313,6 +314,9 @@ def test_verdict_says_that_all_rewards_failed_and_why(function, reason, tmp_path
         ({"lr": "auto"}, "--lr auto follows the slopes of a loss, and a reward has none"),
         ({"method": "spsa", "lr": "auto"}, "--lr auto follows the slopes of a loss"),
         ({"method": "spsa", "shaping": "rank"}, "--method spsa has no --shaping, which is for --method es"),
+        ({"top_p": 0.5}, "temperature 0 draws nothing: add --temperature 1"),
+        ({"temperature": 1e-50}, "--temperature 1e-50 is too small"),
+        ({"lr": 0.1, "weight_decay": 10.0}, "--lr 0.1 with --weight-decay 10 leaves nothing of the weights"),
     ],
 )
 def test_options_that_do_not_go_with_rewards_are_refused(options, message, tmp_path):
@@ -320,6 +324,31 @@ def test_options_that_do_not_go_with_rewards_are_refused(options, message, tmp_p
         mezzo.finetune(LLAMA, **QUICK, **options, train=ROWS[:20], objective=commas, out=str(tmp_path / "r"))
     with pytest.raises(ConfigError, match="--method spsa has no --shaping"):
         mezzo.finetune(LLAMA, task="questions", shaping="rank", out=str(tmp_path / "r"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"objective": "coutdown"}, "unknown objective 'coutdown'; did you mean 'countdown'"),
+        ({"objective": "commas"}, "unknown objective 'commas' .*or module:function"),
+        ({"method": "es"}, "name one, such as --objective module:function"),
+        ({"method": "es", "objective": "cross_entropy"}, "name one, such as --objective module:function"),
+        ({"method": "es", "objective": "f1"}, "no column 'answers'"),
+    ],
+)
+def test_mistaken_objectives_are_told_before_a_task_is_looked_for(options, message, tmp_path):
+    with pytest.raises((ConfigError, DataError), match=message):
+        mezzo.finetune(LLAMA, **options, train=ROWS[:20], out=str(tmp_path / "r"))
+    assert not (tmp_path / "r").exists()
+
+
+def test_printed_configuration_leaves_open_what_a_run_finds(tmp_path):
+    """A size that is written down is taken as it is, and the one that a run begins its search with breaks some models."""
+    common = {"model": LLAMA, "task": "countdown", "method": "es"}
+    free, given = (api.prepared_config({**common, **more})["method"] for more in ({}, {"eps": 0.1}))
+    assert (free["eps"], free["lr"]) == (None, None) and (given["eps"], given["lr"]) == (0.1, 0.1)
+    assert not {"eps", "lr"} & set(describe_defaults({"model": LLAMA, "method": "es"}))
+    assert "eps" in describe_defaults({"model": LLAMA, "method": "solve"})
 
 
 @pytest.mark.slow

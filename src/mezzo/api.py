@@ -17,7 +17,7 @@ from mezzo.engines.base import Engine
 from mezzo.engines.hf_hub import family_of, load_config
 from mezzo.errors import ConfigError, DataError, JournalError, LabelError, MezzoError, MezzoWarning, RunFailed
 from mezzo.evaluation.evaluate import Evaluation, refuse_nan
-from mezzo.evaluation.rewards import check_function, explain_no_reward, is_reward
+from mezzo.evaluation.rewards import NO_REWARD, REWARDS, check_function, explain_no_reward, is_reward
 from mezzo.journal.compact import export_compact
 from mezzo.journal.content import NAME as JOURNAL
 from mezzo.journal.journal import repair_journal
@@ -26,7 +26,7 @@ from mezzo.replay.replay import Verified
 from mezzo.replay.replay import verify as verify_content
 from mezzo.runs import datasets
 from mezzo.runs.build import new_run, resume_run
-from mezzo.runs.defaults import SETTINGS
+from mezzo.runs.defaults import SETTINGS, without_found
 from mezzo.runs.events import Observer
 from mezzo.runs.folder import Folder
 from mezzo.runs.model_card import model_card
@@ -164,8 +164,11 @@ def with_task(
     function = function or find_function(str(values.get("objective", "")))
     if function is not None:
         check_function(function)
-    if is_reward(function):
+    named = values.get("objective") if values.get("method") == "es" else None
+    if is_reward(function) or named in REWARDS:
         return {**values, "task": datasets.REWARD_TASK}
+    if values.get("method") == "es":
+        raise ConfigError(NO_REWARD)
     try:
         proposal = propose_task(resolve(values), source)
     except LabelError as error:
@@ -194,7 +197,7 @@ def prepared_config(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The resolved configuration by group, as `mezzo train` would run it."""
     values = with_task(values)
     config = resolve(values | datasets.splits_with_train(values.get("train"), resolve(values)))
-    resolved = resolve_setup(config, function=find_function(config.objective)).config.to_dict()
+    resolved = without_found(resolve_setup(config, function=find_function(config.objective)).config, config).to_dict()
     grouped: dict[str, dict[str, Any]] = {}
     for name, option in OPTIONS.items():
         grouped.setdefault(option.group, {})[name] = resolved[name]

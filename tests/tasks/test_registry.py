@@ -294,7 +294,9 @@ def test_missing_key_file_or_name_is_an_error(tmp_path: Path) -> None:
         get_task("mnil")
     with pytest.raises(TaskError, match=r"^unknown task 'qqqqqqqq'; known: sst-2, .*or a path that ends in .toml$"):
         get_task("qqqqqqqq")
-    with pytest.raises(TaskError, match=r"^task 'copa' is causal, not masked; the masked tasks are ag-news, "):
+    with pytest.raises(
+        TaskError, match=r"^task 'copa' is causal, not masked: name a causal model with --model, or one "
+    ):
         get_task("copa", "masked")
     with pytest.raises(TaskError, match="is masked, but causal was requested"):
         get_task({**MINE, "family": "masked"}, "causal")

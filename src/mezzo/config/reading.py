@@ -15,6 +15,9 @@ from mezzo.engines.registry import ENGINES
 from mezzo.errors import ConfigError
 from mezzo.untrusted import read_settings
 
+# Scores divided by less than this may overflow.
+LEAST_TEMPERATURE = 1e-3
+
 TYPES: dict[str, Any] = typing.get_type_hints(RunConfig)
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 # What is converted to each type; `float` takes what Python's does.
@@ -51,6 +54,10 @@ def _check_combinations(config: RunConfig) -> None:
         raise ConfigError("a quantised base is small enough to stay on the device: give --quantize or --offload")
     if config.draws > 1 and not config.temperature:
         raise ConfigError("--draws are all the same at temperature 0: add --temperature 1")
+    if config.top_p < 1 and not config.temperature:
+        raise ConfigError("--top-p says what is drawn from, and temperature 0 draws nothing: add --temperature 1")
+    if 0 < config.temperature < LEAST_TEMPERATURE:
+        raise ConfigError(f"--temperature {config.temperature:g} is too small: 0 takes the likeliest tokens")
     if config.ray_address and not config.workers:
         raise ConfigError("--ray-address says where workers run: add --workers N")
 

@@ -156,7 +156,7 @@ class RunConfig:
         resumable=True, per_model=True)
     objective: str = option("method", "cross_entropy",
         "cross_entropy, vocabulary_cross_entropy, accuracy, f1, matthews, or module:function; a function with a parameter "
-        "'completion' rewards generated text, as do exact_match and countdown",
+        "'completion' rewards generated text, as do f1 (there of words), exact_match and countdown",
         choices="mezzo.method.objectives:OBJECTIVES", open_choices=True,
         runs_code=lambda name: ":" in name, placeholder="MODULE:FUNCTION", commands=("eval",), reopen="question")
     max_new_tokens: int = option("method", 16, "tokens to generate where the objective or the metric reads text",
@@ -191,14 +191,14 @@ class RunConfig:
         "examples a step [solve decides; spsa 64 for masked, 16 for causal models; es 16; adam 8]",
         at_least=1, at_most=2**20, commands=("signal", "bench"), per_model=True, aliases=("per_device_train_batch_size",))
     lr: float | str | None = option("method", None,
-        "learning rate; auto tries several before the first step of spsa [spsa: the bundled model's, or auto]",
+        "learning rate; auto tries several before the first step of spsa [spsa: the bundled model's, or auto; es: eps]",
         words=("auto",), at_least=0, per_model=True, of_method=("spsa", "es", "adam"), aliases=("learning_rate",))
     schedule: str | None = option("method", None, "learning rate over time: constant, linear, cosine [constant]",
         choices="mezzo.method.optimizers:SHAPES", per_model=True, of_method=("spsa", "es", "adam"),
         aliases=("lr_scheduler_type",))
     warmup: int = option("method", 0, "steps of linear warm-up",
         at_least=0, of_method=("spsa", "es", "adam"), aliases=("warmup_steps",))
-    eps: float | None = option("method", None, "size of the perturbation [by model and space]",
+    eps: float | None = option("method", None, "size of the perturbation [by model and space; es finds it before the first step]",
         positive=True, commands=("signal",), per_model=True, of_method=("solve", "spsa", "es"), aliases=("epsilon", "zo_eps"))
     samples: int | None = option("method", None,
         "directions a step; each costs one forward pass with solve, two with spsa or es [solve decides; spsa 1; es 16]",
@@ -208,7 +208,9 @@ class RunConfig:
     decay: str | None = option("method", None,
         "what decays: all, matrices (biases and norms do not), or base (towards the base model, with lora) [all; es: base]",
         choices="mezzo.method.space:DECAYS")
-    clip: float = option("method", 0.0, "largest slope, in absolute value; 0 does not clip", at_least=0, of_method=("spsa", "es"))
+    clip: float = option("method", 0.0,
+        "largest slope, in absolute value (of es with a shaping: largest weight of a direction); 0 does not clip",
+        at_least=0, of_method=("spsa", "es"))
     seed: int = option("method", 0, "seed of the directions, the batches and fresh weights",
         at_least=0, at_most=LARGEST_SEED, commands=("eval", "signal"))
 

@@ -29,6 +29,7 @@ LINE_END = ("\n",)
 # What a reward may ask for, by the names of its parameters: of one text, or of all of them at once.
 OF_ONE = ("prompt", "completion", "row", "answers")
 OF_ALL = ("prompts", "completions", "rows", "answers")
+NO_REWARD = "--method es trains on rewards of generated text: name one, such as --objective module:function"
 EXPECTED = "A reward of generated text has a parameter 'completion', or 'completions' for all texts at once"
 
 

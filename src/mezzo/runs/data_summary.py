@@ -66,7 +66,7 @@ def _cut(setup: Setup) -> Iterator[str]:
     needed = [length for example in full if (length := encoder.full_length(example, 0)) > limit]
     if needed:
         rows = f"{len(needed):,} of {len(setup.splits.train):,}"
-        yield f"rows cut to {limit} tokens: {rows}, the longest from {max(needed):,} (--max-length takes more)"
+        yield f"rows cut to {limit} tokens: {rows}, the longest from {max(needed):,} (--max-length takes more if the model does)"
 
 
 def _texts(setup: Setup, example: Example) -> Texts:

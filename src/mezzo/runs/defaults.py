@@ -23,6 +23,8 @@ BATCH = {"masked": 64, "causal": 16}
 # since the weights of directions have no scale of their own. B factors alone bear a larger one than a product of two does.
 ES = {"steps": 100, "schedule": "constant", "batch_size": 16, "samples": 16, "weight_decay": 0.0}
 ES_EPS = {"both": 5, "b": 20}
+# What is found before the first step of es, which begins with the above.
+FOUND_BEFORE_ES = ("eps", "lr")
 
 # Of the published grids for RoBERTa-large (masked) and OPT (causal). Their learning rates fit no other model.
 PUBLISHED: dict[tuple[str, str], dict[str, float]] = {
@@ -104,9 +106,8 @@ def apply_defaults(config: RunConfig, family: str, rewards: bool = False) -> Run
     elif config.method == "solve":
         chosen |= {"eps": published["eps"], "budget": published.get("budget", BUDGET)}
     elif config.method == "es":
-        eps = (
-            config.eps or ES_EPS[config.factors or chosen["factors"] if asked == "lora" else "both"] * published["eps"]
-        )
+        factors = config.factors or chosen["factors"] if asked == "lora" else "both"
+        eps = config.eps or ES_EPS[factors] * published["eps"]
         chosen |= {**ES, "eps": eps, "lr": eps}
     else:
         chosen |= {"steps": STEPS, "schedule": "constant", "batch_size": BATCH[family], "samples": 1, **published}
@@ -121,6 +122,13 @@ def apply_defaults(config: RunConfig, family: str, rewards: bool = False) -> Run
     return config
 
 
+def without_found(config: RunConfig, given: RunConfig) -> RunConfig:
+    """The configuration without what a run finds before its first step, unless it was given."""
+    if config.method != "es" or given.eps is not None:
+        return config
+    return config.replace(**{name: None for name in FOUND_BEFORE_ES if getattr(given, name) is None})
+
+
 def describe_defaults(values: Mapping[str, Any]) -> dict[str, str]:
     """The defaults of the options that depend on model, space and method, as help shows them; empty where they are not known
     because the model is not on this machine."""
@@ -133,6 +141,8 @@ def describe_defaults(values: Mapping[str, Any]) -> dict[str, str]:
     shown: dict[str, str] = {}
     for name in ("method", "space", "noise", *option_names(per_model=True), "samples"):
         value, otherwise = getattr(chosen, name), getattr(other, name)
+        if chosen.method == "es" and name in FOUND_BEFORE_ES:
+            continue
         texts = [f"{value}"] * (value is not None)
         texts += [f"{otherwise} with --method spsa"] * (otherwise not in (None, value) and name != "method")
         shown |= {name: "; ".join(texts)} if texts else {}

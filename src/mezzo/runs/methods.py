@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from mezzo.config import RunConfig
 from mezzo.errors import ConfigError
+from mezzo.evaluation.rewards import NO_REWARD
 from mezzo.method.batches import Batches, ExampleStream, make_batches
 from mezzo.method.es import EvolutionStrategies
 from mezzo.method.estimators import Spsa
@@ -43,9 +44,7 @@ def _make_spsa(setup: Setup, objective: Objective) -> Method:
 
 def _make_es(setup: Setup, objective: Objective) -> Method:
     if setup.reward is None:
-        raise ConfigError(
-            "--method es trains on rewards of generated text: name one, such as --objective module:function"
-        )
+        raise ConfigError(NO_REWARD)
     return EvolutionStrategies(setup.reward, *_make_parts(setup), setup.config.shaping)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from mezzo.errors import ConfigError
+from mezzo.errors import ConfigError, nearest
 from mezzo.evaluation.rewards import REWARDS, Reward, is_reward
 from mezzo.method.objectives import METRICS, OBJECTIVES, import_function
 from mezzo.tasks import Task
@@ -13,7 +13,16 @@ from mezzo.tasks import Task
 
 def find_function(objective: str) -> Any:
     """The user's own function that `module:function` names; None for an objective that comes with this package."""
-    return import_function(objective) if ":" in objective else None
+    if ":" in objective:
+        return import_function(objective)
+    names = dict.fromkeys((*OBJECTIVES, *REWARDS))
+    if (
+        objective and objective not in names and not objective.startswith("<")
+    ):  # a Python function, given again in Python
+        raise ConfigError(
+            f"unknown objective {objective!r}{nearest(objective, names)} ({', '.join(names)}, or module:function)"
+        )
+    return None
 
 
 def find_reward(objective: str, task: Task, function: Any = None) -> Reward | None:

@@ -42,6 +42,7 @@ def resolve_setup(config: RunConfig, task: Task | None = None, function: Any = N
         raise ConfigError(f"a reward reads generated text, which {config.model} does not produce: use a causal model")
     config = apply_defaults(config, family, rewards)
     parse_budget(config.budget)
+    _refuse_full_decay(config)
     keeping = "--quantize" if config.quantize else "--offload" if config.offload else ""
     if keeping and config.space not in ADAPTERS:
         raise ConfigError(
@@ -88,6 +89,16 @@ def _max_length(config: RunConfig, task: Task, longest: int | None, tokenizer: A
     factor = 2 if config.demonstrations else 1
     limit = min(longest, TokenizerWrapper(tokenizer).max_length or longest)
     return config.max_length or (limit if task.max_length * factor > longest else None)
+
+
+def _refuse_full_decay(config: RunConfig) -> None:
+    """A step multiplies the weights by 1 − lr·decay."""
+    decay = config.weight_decay or 0.0
+    if isinstance(config.lr, float) and config.lr * decay >= 1:
+        raise ConfigError(
+            f"--lr {config.lr:g} with --weight-decay {decay:g} leaves nothing of the weights after one step: their product must "
+            "be below 1"
+        )
 
 
 def _absolute_paths(config: RunConfig) -> dict[str, str]:

@@ -87,7 +87,10 @@ def _find_by_name(name: str, family: Family | None) -> Task:
             return task
     if matches:
         others = ", ".join(sorted(task.name for task in _TASKS if task.family == family))
-        raise TaskError(f"task {name!r} is {matches[0].family}, not {family}; the {family} tasks are {others}")
+        raise TaskError(
+            f"task {name!r} is {matches[0].family}, not {family}: name a {matches[0].family} model with --model, or one of "
+            f"the {family} tasks {others}"
+        )
     names = list(dict.fromkeys(task.name for task in _TASKS))
     hint = nearest(name.lower(), names) or f"; known: {', '.join(names)}, or a path that ends in .toml"
     raise TaskError(f"unknown task {name!r}{hint}")

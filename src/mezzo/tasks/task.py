@@ -269,7 +269,12 @@ def order_by_label(words: Mapping[Any, str], labels: Sequence[str]) -> tuple[str
     """The words in label order; every label must have one, and nothing else."""
     for key in words:
         if str(key) not in labels:
-            raise TaskError(f"a word for {key!r}, but the labels are {join_names(labels)}{nearest(str(key), labels)}")
+            named = (
+                f"the labels are {join_names(labels)}{nearest(str(key), labels)}"
+                if labels
+                else "the task has no labels"
+            )
+            raise TaskError(f"a word for {key!r}, but {named}")
     word_of = {str(key): word for key, word in words.items()}
     if missing := [label for label in labels if label not in word_of]:
         raise TaskError(f"no word for label {missing[0]!r}; give one per label")
