@@ -21,6 +21,7 @@ from mezzo.engines.sglang.inprocess.channel import Channel
 from mezzo.engines.sglang.inprocess.public_weights import PUBLIC_WEIGHTS, PublicLora, PublicMatrices, UploadedProbes
 from mezzo.engines.sglang.model_facts import SAMPLE_TOKENS
 from mezzo.engines.sglang.requests import (
+    adapter_field,
     count_tokens,
     generation_body,
     generation_rows,
@@ -170,7 +171,7 @@ class InProcessEngine(SGLangEngine):
             names = self._serve_probes(probes)
             for body in bodies:
                 rows = len(body["input_ids"]) // len(probes)
-                answers = self.engine.generate(**body, lora_path=[name for name in names for _ in range(rows)])
+                answers = self.engine.generate(**body, **adapter_field([name for name in names for _ in range(rows)]))
         while self.uses_internals and not self.channel.call("flush_cache"):  # the last request may not be finished yet
             time.sleep(0.005)
         launch.install_sigquit_handler()
