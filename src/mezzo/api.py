@@ -385,7 +385,7 @@ def _open(run: str | Path | None, at: int | None, options: dict[str, Any]) -> tu
     space = "lora" if options.get("quantize") or options.get("offload") else "full"
     # Demonstrations are drawn from all of --train: nothing is held out of it, since nothing is trained.
     whole = {"dev": options.get("train")} if options.get("demonstrations") and not options.get("k") else {}
-    setup = resolve_setup(resolve({"space": space, **whole, **options}), function=function)
+    setup = resolve_setup(resolve({"space": space, **whole, **options}), function=function, trained=False)
     return setup.open_engine(), setup
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from mezzo.engines.arrays import Array
 from mezzo.engines.base import Continuations, EngineSpec
 from mezzo.engines.microbatch import empty_scores
+from mezzo.engines.registry import refuse_space
 from mezzo.engines.sglang.adapters import adapter_count
 from mezzo.engines.sglang.base import SGLangEngine
 from mezzo.engines.sglang.inprocess import launch
@@ -30,7 +31,6 @@ from mezzo.engines.sglang.requests import (
     prefix_bodies,
     scoring_body,
 )
-from mezzo.engines.sglang.support import refuse_space
 from mezzo.engines.sglang.tensor_parts import assemble_tensors
 from mezzo.engines.sglang.versions import installed_version
 from mezzo.engines.token_rows import MIN_SHARED_TOKENS, token_rows, write_scores
@@ -142,7 +142,7 @@ class InProcessEngine(SGLangEngine):
         return scores
 
     def apply(self, updates: Sequence[Update]) -> None:
-        refuse_space(self.space)
+        refuse_space("sglang", self.space)
         if self.uses_internals:
             self.channel.pending_updates += updates
         else:
