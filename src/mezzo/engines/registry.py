@@ -25,6 +25,8 @@ class EngineInfo:
     """Spaces that need low-rank noise there."""
     options: tuple[str, ...] = ()
     """Options that are refused with engines that do not list them."""
+    adapters_only: bool = False
+    """It runs no model without an adapter, not even one that is not trained."""
     workers: bool = True
     """Workers can run it."""
     generates: bool = True
@@ -56,7 +58,7 @@ ENGINES: dict[str, EngineInfo] = {
         options=("tp", "url", "exclusive_server", "server_timeout", "temperature", "top_p", "draws"),
         pins_cores=True,
     ),
-    "vllm": EngineInfo(factory="mezzo.engines.vllm:open_engine", spaces=("lora",), workers=False),
+    "vllm": EngineInfo(factory="mezzo.engines.vllm:open_engine", spaces=("lora",), adapters_only=True, workers=False),
 }
 
 

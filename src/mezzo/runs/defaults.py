@@ -121,6 +121,12 @@ def apply_defaults(config: RunConfig, family: str, rewards: bool = False) -> Run
     return config
 
 
+def untrained_space(config: RunConfig) -> str:
+    """The space of a model that is not trained: an adapter, which changes nothing, where the base must stay as it is."""
+    adapter = config.quantize or config.offload or ENGINES[config.engine].adapters_only
+    return "lora" if adapter else "full"
+
+
 def describe_defaults(values: Mapping[str, Any]) -> dict[str, str]:
     """The defaults of the options that depend on model, space and method, as help shows them; empty where they are not known
     because the model is not on this machine."""
