@@ -143,6 +143,19 @@ MISTAKES = {
     ),
     "task to show": (["tasks", "show"], "name the task"),
     "--quantize on sglang": (["train", "--engine", "sglang", "--quantize", "8bit"], "--quantize belongs to the torch"),
+    "full on sglang": (
+        ["train", "--engine", "sglang", "--model", "mezzo/llama-mini", "--space", "full"],
+        "the sglang engine trains --space lora or matrices, where a probe is an adapter: use --engine torch for 'full'",
+    ),
+    "prefix by a reward on sglang": (
+        ["train", "--engine", "sglang", "--task", "countdown", "--objective", "countdown", "--space", "prefix"]
+        + ["--model", "mezzo/llama-mini"],
+        "trains --space lora or matrices",
+    ),
+    "matrices on vllm": (
+        ["train", "--engine", "vllm", "--model", "mezzo/llama-mini", "--space", "matrices", "--method", "spsa"],
+        "the vllm engine trains --space lora, where",
+    ),
     "--tp on torch": (["train", "--tp", "2"], "--tp belongs to the sglang engine: add --engine sglang"),
 }
 
@@ -157,6 +170,16 @@ def test_mistakes_get_one_line_and_exit_2(case, tmp_path, capsys, monkeypatch):
     assert expected in err
     assert len(err.strip().splitlines()) == 1
     assert not list(tmp_path.glob("runs/*"))
+
+
+def test_run_is_not_reopened_on_an_engine_that_does_not_train_its_space(tiny, tmp_path, capsys):
+    """Whether that engine is installed or not."""
+    out = str(tmp_path / "run")
+    assert main(["train", *tiny, "--space", "full", "--out", out]) == 0
+    capsys.readouterr()
+    assert main(["eval", out, "--engine", "sglang"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "trains --space lora or matrices" in line and line.endswith("use --engine torch for 'full'")
 
 
 def test_noise_without_an_implementation_is_refused(tiny, tmp_path, capsys, monkeypatch):

@@ -172,6 +172,13 @@ def test_print_config_shows_the_proposed_task(tickets, capsys):
     assert '"name\\": \\"tickets\\"' in capsys.readouterr().out
 
 
+def test_template_is_chosen_by_a_model_in_host_memory(tickets, tmp_path):
+    """Only LoRA and prefixes can be trained beside it; comparing templates trains nothing."""
+    assert (
+        call("train", "--train", tickets, *QUICK, "--offload", "--space", "lora", "--out", str(tmp_path / "run")) == 0
+    )
+
+
 def test_missing_file_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert refused(capsys, "train", "--train", "nowhere.csv") == "mezzo: no file 'nowhere.csv'; check the path"

@@ -26,7 +26,7 @@ from mezzo.replay.replay import Verified
 from mezzo.replay.replay import verify as verify_content
 from mezzo.runs import datasets
 from mezzo.runs.build import new_run, resume_run
-from mezzo.runs.defaults import SETTINGS, without_found
+from mezzo.runs.defaults import SETTINGS, untrained_space, without_found
 from mezzo.runs.events import Observer
 from mezzo.runs.folder import Folder
 from mezzo.runs.model_card import model_card
@@ -385,10 +385,11 @@ def _open(run: str | Path | None, at: int | None, options: dict[str, Any]) -> tu
         options |= datasets.assume_prompts(resolve(options))
     if run is not None:
         return open_run(run, at, function, **options)
-    space = "lora" if options.get("quantize") or options.get("offload") else "full"
     # Demonstrations are drawn from all of --train: nothing is held out of it, since nothing is trained.
     whole = {"dev": options.get("train")} if options.get("demonstrations") and not options.get("k") else {}
-    setup = resolve_setup(resolve({"space": space, **whole, **options}), function=function)
+    config = resolve({**whole, **options})
+    config = config.replace(space=config.space or untrained_space(config))
+    setup = resolve_setup(config, function=function, trained=False)
     return setup.open_engine(), setup
 
 

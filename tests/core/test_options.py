@@ -14,9 +14,8 @@ from mezzo.config import OPTIONS, RunConfig, convert, from_file, from_mapping, o
 from mezzo.config.reading import TYPES
 from mezzo.engines import ENGINES, open_engine
 from mezzo.engines.base import Engine
-from mezzo.engines.registry import EngineInfo
+from mezzo.engines.registry import EngineInfo, refuse_space
 from mezzo.engines.sglang.inprocess.weights import WEIGHTS
-from mezzo.engines.sglang.support import refuse_space
 from mezzo.errors import ConfigError, SpaceError
 from mezzo.method import noise
 from mezzo.method.objectives import OBJECTIVES
@@ -167,14 +166,14 @@ def test_sglang_trains_what_it_declares():
     for space in (*SPACES, "*attention*"):
         if not info.trains(space):
             with pytest.raises(SpaceError, match="--space lora"):
-                refuse_space(Space(space, noise_rank=8))
+                refuse_space("sglang", Space(space, noise_rank=8))
             continue
-        refuse_space(Space(space, noise_rank=8))
+        refuse_space("sglang", Space(space, noise_rank=8))
         if space in info.low_rank_spaces:
             with pytest.raises(SpaceError, match="--noise lowrank"):
-                refuse_space(Space(space))
+                refuse_space("sglang", Space(space))
         else:
-            refuse_space(Space(space))
+            refuse_space("sglang", Space(space))
 
 
 def test_engines_that_declare_it_generate():

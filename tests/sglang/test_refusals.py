@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mezzo import api
-from mezzo.engines import open_engine
+from mezzo.engines import open_engine, refuse_space
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.hf_hub import locate
 from mezzo.engines.sglang import model_facts
@@ -26,7 +26,6 @@ from mezzo.engines.sglang.model_facts import read_model_facts
 from mezzo.engines.sglang.server.engine import ServerEngine
 from mezzo.engines.sglang.server.loader import LOADER
 from mezzo.engines.sglang.server.replica import Replica
-from mezzo.engines.sglang.support import refuse_space
 from mezzo.engines.sglang.versions import refuse_version
 from mezzo.errors import ConfigError, ModelError, SpaceError
 from mezzo.method.space import Space
@@ -155,7 +154,9 @@ def test_16_bit_on_a_cpu_is_refused():
 @pytest.mark.sglang
 def test_space_that_adapters_cannot_reach_is_refused_before_training(tmp_path):
     with pytest.raises(SpaceError, match="--space lora"):
-        refuse_space(Space("full"))
+        refuse_space("sglang", Space("full"))
+    with pytest.raises(SpaceError, match=r"--space lora or matrices.*--engine torch for 'full'"):
+        api.finetune("mezzo/llama-mini", engine="sglang", space="full", out=tmp_path / "run")
     with pytest.raises(SpaceError, match="--targets q_proj,v_proj"):
         api.finetune(
             "mezzo/llama-mini",

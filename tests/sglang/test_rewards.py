@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 
 import pytest
 
@@ -11,6 +13,7 @@ from mezzo.runs.reopen import open_run
 from mezzo.types import Generation, Probe
 from tests.sglang.conftest import EPS, MODEL, words_batch
 from tests.test_rewards import HABIT, QUICK, commas
+from tests.test_scripts import run_script
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -47,3 +50,20 @@ def test_habit_is_learned_beyond_chance_and_the_torch_engine_rebuilds_it(session
     assert mezzo.verify(run.out).ok
     engine, _ = open_run(run.out, run.steps, commas, engine="torch", device="cpu")
     assert engine.digest() == run.digest, "the same bits from seeds and coefficients, on another engine"
+
+
+def test_benchmark_measures_all_its_contenders(tmp_path):
+    sizes = ["--samples", "1", "--prompts", "2", "--max-new-tokens", "4", "--rounds", "1"]
+    out = tmp_path / "rows.jsonl"
+    done = run_script("../benchmarks/rewards.py", "--model", MODEL, "--device", "cpu", *sizes, "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    rows = {row["contender"]: row for row in map(json.loads, out.read_text().splitlines())}
+    assert list(rows) == ["mezzo", "same", "different", "torch"]
+    for row in rows.values():
+        assert "error" not in row, f"{row}\n{done.stderr}"
+        assert row["texts_per_s"] > 0 and row["tokens_per_s"] > 0
+        assert [each["texts"] for each in row["rounds"]] == [4], "both signs of a direction, two prompts"
+    shown = re.findall(r"^\| (\w+) \| ([\d.]+) \| (\d+) \|", done.stdout, re.MULTILINE)
+    assert [name for name, *_ in shown] == list(rows)
+    assert all(float(texts) > 0 and float(tokens) > 0 for _, texts, tokens in shown)
+    assert done.stdout.startswith("4 of 4 texts begin as the torch engine's")

@@ -62,6 +62,14 @@ def test_missing_vllm_is_named(monkeypatch):
         open_engine("vllm", spec_of(Space("lora")))
 
 
+def test_model_that_is_not_trained_is_not_refused_for_its_space(monkeypatch):
+    """vLLM runs it with adapters of zeros: it is not opened in the space `full`, as it is on other engines."""
+    monkeypatch.setattr(support, "SUPPORTED", "none")
+    monkeypatch.setattr(support.importlib.metadata, "version", lambda package: "0.32.0")
+    with pytest.raises(ConfigError, match="not supported: this engine"):
+        api.evaluate(model="mezzo/llama-mini", task="reviews", engine="vllm")
+
+
 def test_options_of_other_engines_and_workers_are_refused():
     for option in ({"tp": 2}, {"url": "http://localhost:1"}, {"quantize": "4bit"}, {"temperature": 1.0}):
         with pytest.raises(ConfigError, match="belongs to the"):

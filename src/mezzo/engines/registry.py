@@ -6,10 +6,11 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mezzo.errors import ConfigError, nearest
+from mezzo.errors import ConfigError, SpaceError, nearest
 
 if TYPE_CHECKING:
     from mezzo.engines.base import Engine, EngineSpec
+    from mezzo.method.space import Space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class EngineInfo:
     """Spaces that need low-rank noise there."""
     options: tuple[str, ...] = ()
     """Options that are refused with engines that do not list them."""
+    adapters_only: bool = False
+    """It runs no model without an adapter, not even one that is not trained."""
     workers: bool = True
     """Workers can run it."""
     generates: bool = True
@@ -55,8 +58,23 @@ ENGINES: dict[str, EngineInfo] = {
         options=("tp", "url", "exclusive_server", "server_timeout", "temperature", "top_p", "draws"),
         pins_cores=True,
     ),
-    "vllm": EngineInfo(factory="mezzo.engines.vllm:open_engine", spaces=("lora",), workers=False),
+    "vllm": EngineInfo(factory="mezzo.engines.vllm:open_engine", spaces=("lora",), adapters_only=True, workers=False),
 }
+
+
+def refuse_space(engine: str, space: Space) -> None:
+    """Raise SpaceError for a space that the engine does not train, or not with dense noise."""
+    info = ENGINES[engine]
+    if not info.trains(space.kind):
+        raise SpaceError(
+            f"the {engine} engine trains --space {' or '.join(info.spaces)}, where a probe is an adapter: "
+            f"use --engine torch for {space.kind!r}"
+        )
+    if space.kind in info.low_rank_spaces and not space.noise_rank:
+        raise SpaceError(
+            f"on the {engine} engine the directions of space {space.kind!r} must be adapters: use --noise lowrank, "
+            "or --engine torch for dense noise"
+        )
 
 
 def open_engine(name: str, spec: EngineSpec) -> Engine:

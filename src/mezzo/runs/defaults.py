@@ -129,6 +129,12 @@ def without_found(config: RunConfig, given: RunConfig) -> RunConfig:
     return config.replace(**{name: None for name in FOUND_BEFORE_ES if getattr(given, name) is None})
 
 
+def untrained_space(config: RunConfig) -> str:
+    """The space of a model that is not trained: an adapter, which changes nothing, where the base must stay as it is."""
+    adapter = config.quantize or config.offload or ENGINES[config.engine].adapters_only
+    return "lora" if adapter else "full"
+
+
 def describe_defaults(values: Mapping[str, Any]) -> dict[str, str]:
     """The defaults of the options that depend on model, space and method, as help shows them; empty where they are not known
     because the model is not on this machine."""

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from mezzo.config import RunConfig
-from mezzo.engines import ENGINES
+from mezzo.engines import ENGINES, refuse_space
 from mezzo.engines.hf_hub import family_of, load_config, load_tokenizer, longest_input
 from mezzo.errors import ConfigError
 from mezzo.evaluation.rewards import check_function
@@ -23,11 +23,12 @@ from mezzo.tasks.tokenizer import TokenizerWrapper
 LONGEST_PROMPT = 2048
 
 
-def resolve_setup(config: RunConfig, task: Task | None = None, function: Any = None) -> Setup:
+def resolve_setup(config: RunConfig, task: Task | None = None, function: Any = None, trained: bool = True) -> Setup:
     """Resolve a configuration.
 
     `task` replaces what the configuration names: that of a journal's header, or a proposed one. `function` is the user's own
-    objective: what a configuration names is not imported here, since it may come with somebody else's run.
+    objective: what a configuration names is not imported here, since it may come with somebody else's run. A model that is
+    not `trained` may have a space that its engine does not train.
     """
     if function is not None:
         check_function(function)
@@ -48,7 +49,9 @@ def resolve_setup(config: RunConfig, task: Task | None = None, function: Any = N
         raise ConfigError(
             f"the base stays as it is with {keeping}: it goes with --space {' or '.join(ADAPTERS)}, not {config.space!r}"
         )
-    make_space(config)
+    space = make_space(config)
+    if trained:
+        refuse_space(config.engine, space)
     longest = longest_input(model_config)
     if config.space == "prefix" and longest is not None and config.prefix_tokens > longest:
         raise ConfigError(

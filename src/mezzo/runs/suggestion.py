@@ -13,6 +13,7 @@ from mezzo.config import OPTIONS, RunConfig
 from mezzo.engines.hf_hub import family_of, load_config, load_tokenizer
 from mezzo.evaluation.evaluate import probabilities, score_prompts
 from mezzo.runs.datasets import column_names, take_some, write_task
+from mezzo.runs.defaults import untrained_space
 from mezzo.runs.resolve import resolve_setup
 from mezzo.tasks.loading import read_table
 from mezzo.tasks.proposal import Proposal, propose, sample_texts
@@ -64,7 +65,7 @@ def _entropy(shares: npt.NDArray[np.float64]) -> float:
 def _compare_templates(config: RunConfig, proposal: Proposal, examples: list[Example]) -> Mapping[str, float]:
     """Template → mutual information on `examples`."""
     plain = {"demonstrations": 0, "objective": "cross_entropy", "workers": None, "ray_address": None, "readout": "auto"}
-    config = config.replace(**plain, space="lora" if config.quantize else "full")
+    config = config.replace(**plain, space=untrained_space(config))
     setup = resolve_setup(config, proposal.task)
     engine = setup.open_engine()
     try:

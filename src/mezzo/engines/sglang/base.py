@@ -12,9 +12,10 @@ from mezzo.engines.arrays import Array, to_numpy, to_tensor
 from mezzo.engines.base import Engine, EngineSpec
 from mezzo.engines.liveness import check_alive
 from mezzo.engines.microbatch import check_state
+from mezzo.engines.registry import refuse_space
 from mezzo.engines.sglang.adapters import adapter_shape, choose_micro_batch
 from mezzo.engines.sglang.model_facts import read_matrices, read_model_facts
-from mezzo.engines.sglang.support import refuse_head, refuse_space
+from mezzo.engines.sglang.support import refuse_head
 from mezzo.engines.token_rows import TokenCounts
 from mezzo.engines.torch import catalog
 from mezzo.engines.torch.initial_values import initial_lora_factor
@@ -36,7 +37,7 @@ class SGLangEngine(Engine):
 
     def check(self, batch: Batch, eps: float) -> None:
         """Refuse a space that SGLang cannot perturb, or whose perturbation changes no score."""
-        refuse_space(self.space)
+        refuse_space("sglang", self.space)
         check_alive(self, batch, eps)
 
     def load_state(self, tensors: Mapping[str, Array]) -> None:

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from mezzo.engines.arrays import Array, to_numpy
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.hf_hub import load_config, load_tokenizer
-from mezzo.engines.sglang.support import TRAINABLE_SPACES, refuse_architecture, refuse_space, refuse_tensors
+from mezzo.engines.registry import refuse_space
+from mezzo.engines.sglang.support import TRAINABLE_SPACES, refuse_architecture, refuse_tensors
 from mezzo.engines.torch import catalog
 from mezzo.engines.torch.initial_values import initial_lora_factor, untrained_partners
 from mezzo.engines.torch.loading import load_model
@@ -67,7 +68,7 @@ def read_model_facts(spec: EngineSpec) -> ModelFacts:
     space = spec.space
     refuse_architecture(load_config(spec.model, spec.remote_code).model_type, spec.family)
     if space.kind in TRAINABLE_SPACES:
-        refuse_space(space)
+        refuse_space("sglang", space)
     dtype = getattr(torch, spec.dtype)
     # In the dtype of its file a checkpoint is mapped into memory, not copied: a client of servers needs no room for it.
     model = load_model(spec.model, spec.family, seed=spec.seed, dtype="auto", remote_code=spec.remote_code)

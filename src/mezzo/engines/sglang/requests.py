@@ -27,7 +27,7 @@ def scoring_body(rows: Sequence[TokenRow], adapters: Sequence[str | None], reado
         # A label word is read as the next token; candidates are part of the prompt, so that nothing is generated.
         "sampling_params": {"max_new_tokens": 1 if words else 0, "temperature": 0},
         "return_logprob": True,
-        **_adapter_field(adapters),
+        **adapter_field(adapters),
     }
     if words:
         return body | {"token_ids_logprob": [list(readout.words)] * len(rows)}
@@ -36,7 +36,7 @@ def scoring_body(rows: Sequence[TokenRow], adapters: Sequence[str | None], reado
 
 def encoding_body(rows: Sequence[TokenRow], adapters: Sequence[str | None]) -> dict[str, Any]:
     """The request for the embeddings of several rows, each under its adapter."""
-    return {"input_ids": [list(row.ids) for row in rows], **_adapter_field(adapters)}
+    return {"input_ids": [list(row.ids) for row in rows], **adapter_field(adapters)}
 
 
 def prefix_bodies(rows: Sequence[TokenRow], adapters: Sequence[str | None]) -> list[dict[str, Any]]:
@@ -47,7 +47,7 @@ def prefix_bodies(rows: Sequence[TokenRow], adapters: Sequence[str | None]) -> l
         {
             "input_ids": [list(ids) for _ in adapters for ids in wave],
             "sampling_params": {"max_new_tokens": 0, "temperature": 0},
-            **_adapter_field([adapter for adapter in adapters for _ in wave]),
+            **adapter_field([adapter for adapter in adapters for _ in wave]),
         }
         for wave in waves
         if wave
@@ -73,7 +73,7 @@ def generation_body(
     body: dict[str, Any] = {
         "input_ids": [list(prompt.ids) for _ in probes for prompt in prompts for _ in draws],
         "sampling_params": sampling,
-        **_adapter_field([adapter for adapter in adapters for _ in prompts for _ in draws]),
+        **adapter_field([adapter for adapter in adapters for _ in prompts for _ in draws]),
     }
     if not generation.temperature:
         return body
@@ -90,8 +90,8 @@ def group_texts(texts: Sequence[tuple[int, ...]], prompts: int, draws: int) -> C
     return [drawn[first : first + prompts] for first in range(0, len(drawn), prompts)]
 
 
-def _adapter_field(adapters: Sequence[str | None]) -> dict[str, list[str | None]]:
-    """The adapter of each row. A server without LoRA does not accept this field, not even an empty one."""
+def adapter_field(adapters: Sequence[str | None]) -> dict[str, list[str | None]]:
+    """The adapter of each row. SGLang without LoRA does not accept this field, not even an empty one."""
     return {"lora_path": list(adapters)} if any(adapters) else {}
 
 

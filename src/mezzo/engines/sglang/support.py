@@ -53,20 +53,6 @@ def refuse_server_targets(space: Space, targets: Sequence[str]) -> None:
         )
 
 
-def refuse_space(space: Space) -> None:
-    """Raise SpaceError for a space whose perturbation is not an adapter."""
-    if space.kind not in TRAINABLE_SPACES:
-        raise SpaceError(
-            f"the sglang engine trains the spaces {' and '.join(TRAINABLE_SPACES)}: SGLang's adapters reach projections, "
-            f"not norms, biases or embeddings. Use --space lora, or --engine torch for {space.kind!r}"
-        )
-    if space.kind in ENGINES["sglang"].low_rank_spaces and not space.noise_rank:
-        raise SpaceError(
-            f"on the sglang engine the directions of space {space.kind!r} must be adapters: use --noise lowrank, "
-            "or --engine torch for dense noise"
-        )
-
-
 def refuse_tensors(space: Space, trained: Sequence[TrainedTensor]) -> None:
     """Raise SpaceError for modules that SGLang cannot attach an adapter to, or not in this combination."""
     names = sorted({projection_of(sglang_path(module_of(t.name))) for t in trained})

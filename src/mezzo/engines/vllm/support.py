@@ -7,8 +7,8 @@ import re
 
 from mezzo.engines.base import EngineSpec
 from mezzo.engines.hf_hub import load_config
-from mezzo.engines.registry import ENGINES
-from mezzo.errors import ConfigError, ModelError, SpaceError
+from mezzo.engines.registry import refuse_space
+from mezzo.errors import ConfigError, ModelError
 from mezzo.types import Readout
 
 # The version that the tests run.
@@ -53,10 +53,7 @@ def refuse_spec(spec: EngineSpec) -> None:
         raise ModelError(
             "the vllm engine has no classification head; use --readout words or candidates, or --engine torch"
         )
-    if spec.space.kind not in ENGINES["vllm"].spaces:
-        raise SpaceError(
-            f"the vllm engine trains --space lora: a probe is an adapter. Use --engine torch for {spec.space.kind!r}"
-        )
+    refuse_space("vllm", spec.space)
     if spec.space.rank > RANKS[-1]:
         raise ConfigError(f"vLLM's adapters have rank {RANKS[-1]} at most, not {spec.space.rank}: lower --rank")
     model_type = load_config(spec.model, spec.remote_code).model_type

@@ -14,6 +14,7 @@ import numpy as np
 from mezzo.engines.arrays import Array
 from mezzo.engines.base import Continuations, EngineSpec
 from mezzo.engines.microbatch import empty_scores
+from mezzo.engines.registry import refuse_space
 from mezzo.engines.sglang.adapters import adapter_count
 from mezzo.engines.sglang.base import SGLangEngine
 from mezzo.engines.sglang.inprocess import launch
@@ -21,6 +22,7 @@ from mezzo.engines.sglang.inprocess.channel import Channel
 from mezzo.engines.sglang.inprocess.public_weights import PUBLIC_WEIGHTS, PublicLora, PublicMatrices, UploadedProbes
 from mezzo.engines.sglang.model_facts import SAMPLE_TOKENS
 from mezzo.engines.sglang.requests import (
+    adapter_field,
     count_tokens,
     generation_body,
     generation_rows,
@@ -29,7 +31,6 @@ from mezzo.engines.sglang.requests import (
     prefix_bodies,
     scoring_body,
 )
-from mezzo.engines.sglang.support import refuse_space
 from mezzo.engines.sglang.tensor_parts import assemble_tensors
 from mezzo.engines.sglang.versions import installed_version
 from mezzo.engines.token_rows import MIN_SHARED_TOKENS, token_rows, write_scores
@@ -141,7 +142,7 @@ class InProcessEngine(SGLangEngine):
         return scores
 
     def apply(self, updates: Sequence[Update]) -> None:
-        refuse_space(self.space)
+        refuse_space("sglang", self.space)
         if self.uses_internals:
             self.channel.pending_updates += updates
         else:
@@ -170,7 +171,7 @@ class InProcessEngine(SGLangEngine):
             names = self._serve_probes(probes)
             for body in bodies:
                 rows = len(body["input_ids"]) // len(probes)
-                answers = self.engine.generate(**body, lora_path=[name for name in names for _ in range(rows)])
+                answers = self.engine.generate(**body, **adapter_field([name for name in names for _ in range(rows)]))
         while self.uses_internals and not self.channel.call("flush_cache"):  # the last request may not be finished yet
             time.sleep(0.005)
         launch.install_sigquit_handler()

@@ -13,6 +13,7 @@ from mezzo.engines.arrays import Array
 from mezzo.engines.base import Continuations, EngineSpec
 from mezzo.engines.hf_hub import locate
 from mezzo.engines.microbatch import empty_scores
+from mezzo.engines.registry import refuse_space
 from mezzo.engines.sglang.adapters import PROBES_PER_FORWARD, adapter_count, likely_shape
 from mezzo.engines.sglang.base import SGLangEngine
 from mezzo.engines.sglang.model_facts import (
@@ -34,7 +35,7 @@ from mezzo.engines.sglang.server.pool import Pool
 from mezzo.engines.sglang.server.replica import Replica
 from mezzo.engines.sglang.server.scoring import refuse_other_model, sample_logprobs, score_rows, score_tolerance
 from mezzo.engines.sglang.server.weights import AdapterTensors, ClientWeights, FrozenModel, ServerMatrices, UploadedLora
-from mezzo.engines.sglang.support import refuse_head, refuse_server_targets, refuse_space
+from mezzo.engines.sglang.support import refuse_head, refuse_server_targets
 from mezzo.engines.token_rows import TokenCounts, TokenRow, token_rows, write_scores
 from mezzo.errors import ConfigError, MezzoError, ModelError, RunFailed
 from mezzo.types import Batch, Generation, Probe, Prompt, Readout, Scores, Update
@@ -119,7 +120,7 @@ class ServerEngine(SGLangEngine):
         return scores
 
     def apply(self, updates: Sequence[Update]) -> None:
-        refuse_space(self.space)
+        refuse_space("sglang", self.space)
         self.weights.apply(updates)
 
     def generate(self, batch: Batch, probes: Sequence[Probe], generation: Generation) -> Continuations:
