@@ -11,7 +11,7 @@ from typing import Any
 from mezzo import __version__
 from mezzo.config import OPTIONS
 from mezzo.engines.hf_hub import BUNDLED
-from mezzo.evaluation.figures import format_figure
+from mezzo.evaluation.figures import format_figure, format_perplexity, is_reward_metric, perplexity
 from mezzo.evaluation.rewards import LINE_END
 from mezzo.journal.header import Header
 from mezzo.untrusted import printable
@@ -101,10 +101,24 @@ def _results(events: Sequence[Mapping[str, Any]], step: int) -> list[str]:
         rows.append(
             f"| **{_quote(result.get('tested_on'))}, this checkpoint** | **{_figure(result)}** | {_quote(result.get('n_test'))} |"
         )
+    if rows:
+        rows += _perplexity_row(events, step)
     if not rows:
         return ["The journal this was made from holds no evaluations."]
     metric = _quote((result or dev or zero or {}).get("metric"))
     return [f"| examples | {metric}, 95% interval | n |", "|---|---|---|", *rows]
+
+
+def _perplexity_row(events: Sequence[Mapping[str, Any]], step: int) -> list[str]:
+    """The perplexity of the held-out text, of the untrained model and of this checkpoint of a run on rewards."""
+    rewarded = [
+        e for e in events if _sound(e) and e["event"] == "evaluation" and is_reward_metric(str(e.get("metric")))
+    ]
+    losses = [next((e.get("loss") for e in rewarded if e.get("step") == at), None) for at in (0, step)]
+    if not all(isinstance(loss, (int, float)) for loss in losses):
+        return []
+    before, now = (format_perplexity(perplexity(float(loss))) for loss in losses if loss is not None)
+    return [f"| held-out perplexity, before training → this checkpoint | {before} → {now} | |"]
 
 
 def _sound(entry: Mapping[str, Any]) -> bool:

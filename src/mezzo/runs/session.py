@@ -209,6 +209,8 @@ class Session:
             zero_shot=before.value if before else None,
             zero_shot_calibrated=before.calibrated if before else None,
             majority=gains.majority,
+            perplexity=gains.forgetting.tested if gains.forgetting else None,
+            zero_shot_perplexity=gains.forgetting.before if gains.forgetting else None,
             best_step=best,
             tested_on="test" if self.setup.splits.has_test else "dev",
             n_test=len(test),
