@@ -17,11 +17,17 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 import mezzo
 from mezzo import api
 from mezzo.cli import main
+from mezzo.engines.hf_hub import locate
 from mezzo.errors import JournalError, ModelError
 from mezzo.runs.model_card import model_card
 from tests.hostile.files import read_compact_header, replace_compact_header
+from tests.test_generation import CHAT
 
-ROBERTA = "mezzo/roberta-mini"
+ROBERTA, LLAMA = "mezzo/roberta-mini", "mezzo/llama-mini"
+
+
+def length(completion: str) -> float:
+    return float(len(completion))
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +200,35 @@ def test_compact_journal_stores_the_best_step(run, tmp_path):
         assert api.best_step(api.open_journal(tmp_path / "changed.mezzo")) == content.steps
 
 
+@pytest.mark.parametrize("chat", [True, False])
+def test_exported_model_is_prompted_and_writes_as_the_run(chat, tmp_path, capsys):
+    base = shutil.copytree(locate(LLAMA), tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(base)
+    texts = {"chat": chat, "max_new_tokens": 6, "stop": (" a", "zz")}
+    options = {"steps": 1, "samples": 1, "batch_size": 2, "eps": 0.05, "threads": 1, "task": "prompts", **texts}
+    rows = [{"prompt": f"The {noun} and the"} for noun in ("sea", "sky", "dog", "cat")]
+    run = mezzo.finetune(str(base), **options, train=rows, dev=rows, objective=length, out=str(tmp_path / "run"))
+    expected = list(mezzo.predict(rows, run.out))
+    model = mezzo.export(run.out, "model")
+    assert list(mezzo.predict(rows, model)) == expected
+    settings = json.loads((model / "mezzo.json").read_text())
+    assert {name: settings[name] for name in texts} == {"chat": chat, "max_new_tokens": 6, "stop": [" a", "zz"]}
+    named = {"chat": not chat, "max_new_tokens": 16, "stop": ("",)}
+    for changes in (named, *({name: value} for name, value in named.items())):
+        assert list(mezzo.predict(rows, model, **changes)) == list(mezzo.predict(rows, run.out, **changes))
+    assert list(mezzo.predict(rows, model, **named)) != expected, "what is named wins"
+    assert main(["train", "--model", str(model), "--task", "prompts", "--objective", "f1", "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    assert f"chat = {str(chat).lower()}" in printed and "max_new_tokens = 6" in printed
+    for card in (model / "README.md", mezzo.export(run.out, "adapter") / "README.md"):
+        text = card.read_text()
+        assert f"| chat | {str(chat).lower()} |" in text and "| max new tokens | 6 |" in text
+        assert '| stop | `[" a", "zz"]` |' in text and ("message in the chat template" in text) == chat
+        assert all(f"| {name} |" in text for name in ("shaping | zscore", "factors | b", "decay | base"))
+
+
 def test_merged_model_keeps_the_default_settings_of_the_bundled_model(tmp_path, capsys):
     run = mezzo.finetune(ROBERTA, steps=1, batch_size=2, eval_limit=4, threads=1, out=str(tmp_path / "run"))
     merged = mezzo.export(run.out, "model", tmp_path / "merged")
@@ -211,6 +246,9 @@ def test_merged_model_keeps_the_default_settings_of_the_bundled_model(tmp_path, 
         "{": "Expecting property name",
         '{"lora": 5}': "'lora' must be an object of settings, not 5",
         '{"space": null}': "'space' must be the name of one, not null",
+        '{"chat": "please"}': "chat must be true or false, not 'please'",
+        '{"max_new_tokens": 1e9}': "max_new_tokens must be at most 65536",
+        '{"stop": 5}': "stop must be a list of words, not 5",
     }.items():
         (merged / "mezzo.json").write_text(content)
         with pytest.raises(ModelError, match=rf"mezzo.json cannot be used: {reason}.*; fix or delete it$"):

@@ -134,5 +134,9 @@ def test_chat_template_frames_the_prompt(tmp_path):
     assert isinstance(row["prediction"], str)
     with pytest.raises(TaskError, match="no chat template; leave out --chat"):
         mezzo.evaluate(model=LLAMA, task="squad", data=SQUAD, chat=True)
+    tokenizer.chat_template = "{{ raise_exception('one user\nonly') }}"
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(TaskError, match="tokenizer fails: one user; leave out --chat, or add --set chat=false"):
+        mezzo.evaluate(model=str(folder), task="squad", data=SQUAD, chat=True)
     with pytest.raises(TaskError, match="for causal models"):
         mezzo.evaluate(model="mezzo/roberta-mini", task="sst-2", data=[{"text": "a", "label": 1}], chat=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,38 @@ def test_zero_slopes_are_reported_once_with_advice_for_the_objective():
         assert len(texts) == 1
         assert "--eps" in texts[0]
         assert ("--objective cross_entropy" in texts[0]) == suggests_cross_entropy
+
+
+def forgetting_warnings(losses, metric="reward", method="es"):
+    """What is said of evaluations with these losses, 25 steps without any slope after each."""
+    health, found = Health(method=method), []
+    for number, loss in enumerate(losses):
+        evaluation = {"step": 25 * number, "loss": loss, "value": 0.1, "metric": metric}
+        found += health.watch("evaluation", evaluation)
+        for step in range(25 * number, 25 * number + 25):
+            found += health.watch("step", {"step": step, "loss": -0.1, "slopes": [0.0]})
+    return [(finding.kind, finding.text) for finding in found]
+
+
+def test_forgetting_is_reported_once_the_held_out_perplexity_has_risen_by_half():
+    first = math.log(200)
+    for method in ("es", "spsa"):
+        kinds = [kind for kind, _ in forgetting_warnings([first, math.log(299), math.log(301), 9.0], method=method)]
+        assert kinds == ["no signal", "forgetting"]
+    (_, text), *_ = forgetting_warnings([first, math.log(301), 9.0])[1:]
+    assert "the perplexity of the held-out text was 200 and is 301 now. A smaller --lr or --eps" in text
+    assert [kind for kind, _ in forgetting_warnings([first, math.nan])] == ["no signal", "forgetting"]
+    assert "forgetting" not in [k for k, _ in forgetting_warnings([0.5, 3.0], "accuracy", "spsa")], "a loss of labels"
+
+
+def test_no_signal_of_a_model_that_forgets_is_not_answered_with_a_larger_eps():
+    health = Health(method="es")
+    for step, loss in ((0, 5.0), (1, 9.0)):
+        list(health.watch("evaluation", {"step": step, "loss": loss, "value": 0.1, "metric": "reward"}))
+    texts = [f.text for s in range(30) for f in health.watch("step", {"step": s, "loss": 0.0, "slopes": [0.0]})]
+    assert len(texts) == 1 and "start again with a smaller --lr or --eps" in texts[0] and "larger" not in texts[0]
+    (_, text), *_ = forgetting_warnings([5.0])
+    assert "Try a larger --eps or --batch-size" in text
 
 
 def test_overfitting_is_reported_only_when_the_training_loss_falls():

@@ -14,6 +14,7 @@ import mezzo
 from mezzo.evaluation.evaluate import DetailedEvaluation, Evaluation, evaluate_scores, wilson_interval
 from mezzo.runs.outcome import (
     Assessment,
+    Forgetting,
     Gain,
     Gains,
     collect_answers,
@@ -22,7 +23,7 @@ from mezzo.runs.outcome import (
     measure_gains,
     read_answers,
 )
-from mezzo.runs.verdict import judge, parse_verdict
+from mezzo.runs.verdict import TONES, judge, parse_verdict
 from mezzo.tasks import Task, get_task
 from mezzo.types import Batch, Example, Prompt, Readout
 
@@ -156,6 +157,54 @@ def test_verdict(word, found, changes, method):
     assert after_skips.word == verdict.word
     assert "A larger" not in after_skips.reason and "arger --lr" not in after_skips.reason
     assert parse_verdict(str(verdict)) == verdict
+
+
+def rewards(before, after, certain=True, perplexities=(212.4, 212.4, 32271.0)) -> Gains:
+    return Gains(18, Gain(before, after, certain, "reward"), forgetting=Forgetting(*perplexities))
+
+
+SAME, ROSE = rewards(0.08, 0.08, certain=False), (212.4, 13800.0, 13800.0)
+ES_VERDICTS = [
+    ("forgets", SAME, {"findings": {"forgetting", "no signal"}, "best_step": 0}),
+    ("forgets", SAME, {"findings": {"forgetting"}, "best_step": 0}),
+    ("forgets", SAME, {"findings": {"forgetting"}}),
+    ("forgets", rewards(0.08, 0.1, certain=False), {"findings": {"forgetting", "no signal"}}),
+    ("forgets", rewards(0.3, 0.1, perplexities=ROSE), {"findings": {"forgetting"}}),
+    ("unclear", rewards(0.08, 0.1, certain=False), {"findings": {"forgetting"}}),
+    ("worked", rewards(0.08, 0.3), {"findings": {"forgetting", "no signal"}}),
+    ("worked", rewards(0.08, 0.3, perplexities=ROSE), {"findings": {"forgetting"}}),
+    ("worked", rewards(0.08, 0.3, perplexities=(212.4, 255.0, 255.5)), {}),
+    ("no signal", SAME, {"findings": {"no signal"}, "best_step": 0}),
+    ("did not move", SAME, {"best_step": 0}),
+    ("no gain", SAME, {}),
+]
+
+
+@pytest.mark.parametrize(("word", "found", "changes"), ES_VERDICTS)
+def test_verdict_on_rewards_names_forgetting_and_never_advises_more_of_it(word, found, changes):
+    verdict = judge(**{"findings": set(), "best_step": 9, **changes}, method="es", gains=found)
+    assert (verdict.word, verdict.tone) == (word, TONES.get(word, "bad"))
+    forgets, tested_forgets = word == "forgets", found.forgetting is not None and found.forgetting.tested > 300
+    assert ("a smaller --lr or --eps is needed" in verdict.reason) == forgets
+    assert ("arger --eps" in verdict.reason or "or --eps, more steps" in verdict.reason) == (
+        word in ("no signal", "did not move", "no gain")
+    )
+    assert ("rose from 212.4 to 32,271" in verdict.reason) == (forgets and not tested_forgets)
+    assert ("rose from 212.4 to 13,800" in verdict.reason) == tested_forgets, "also where the run worked"
+    assert parse_verdict(str(verdict)) == verdict
+
+
+def test_perplexity_that_is_no_number_is_the_highest():
+    found = measure_gains(*(Assessment(reward_evaluation(loss)) for loss in (5.0, 5.1)), [], SENTIMENT, [5.2, np.nan])
+    assert found.forgetting is not None and found.forgetting.when_tested == ""
+    assert found.forgetting.at_worst == "the perplexity of the held-out text rose from 148.4 to nan"
+    assert measure_gains(*[assess([1.0], [0])] * 2, examples([0]), SENTIMENT).forgetting is None, (
+        "no reward is trained on"
+    )
+
+
+def reward_evaluation(loss: float) -> Evaluation:
+    return Evaluation("reward", 0.5, (0.4, 0.6), 0.0, loss, 18, None)
 
 
 def test_unchanged_figures_are_not_called_worse():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
@@ -66,6 +67,11 @@ def test_best_checkpoint_export_and_report_follow_the_reward(habit, tmp_path):
     assert max(np.abs(tensor).max() for name, tensor in adapter.items() if "lora_B" in name) > 0
     card = (tmp_path / "adapter" / "README.md").read_text()
     assert f"after {run.best_step} steps of evolution strategies" in card
+    losses = {point["step"]: math.exp(point["loss"]) for point in run.curve}
+    assert (run.zero_shot_perplexity, run.perplexity) == pytest.approx((losses[0], losses[run.best_step]), rel=1e-4)
+    before, tested = f"{losses[0]:.4g}", f"{losses[run.best_step]:.4g}"
+    assert f"this checkpoint | {before} → {tested} | |" in card
+    assert dict(run.table())["held-out perplexity"] == f"{before} before training, {tested} at step {run.best_step}"
     page = mezzo.report(run.out, out=tmp_path / "page.html").read_text()
     assert run.corrected > run.broken and all(len(row["rewards"]) == 2 for row in run.examples)
     assert f"Training improved {run.corrected} answers" in page and "wrong" not in str(run.examples)
@@ -130,6 +136,17 @@ def test_failures_are_counted_and_shown_and_the_run_goes_on(tmp_path, capsys, mo
     shown = capsys.readouterr()
     assert json.loads(shown.out)["failed"] == 3 and "on 4 examples, 3 failed rewards" in shown.err
     assert "a call of the reward failed (error): ZeroDivisionError: division by zero (fragile.py, line 5)" in shown.err
+
+
+def test_broken_model_is_called_forgetful_and_a_larger_eps_is_not_advised(tmp_path):
+    broken = {**SIZES, "steps": 2, "samples": 2, "batch_size": 4, "lr": 1e30, "schedule": "constant", "eval_every": 1}
+    run = mezzo.finetune(LLAMA, **QUICK, **broken, train=ROWS[:20], objective=commas, out=str(tmp_path / "r"))
+    assert run.best_step == 0 and run.perplexity == run.zero_shot_perplexity
+    assert run.verdict.startswith("forgets: the perplexity of the held-out text rose from 212.4 to ")
+    assert "a smaller --lr or --eps is needed" in run.verdict and "arger" not in run.verdict
+    assert "the model forgets" in " ".join(run.warnings)
+    again = mezzo.finetune(resume=run.out, steps=3, objective=commas)
+    assert again.verdict == run.verdict and again.warnings == (), "a resumed run remembers it"
 
 
 def test_batched_rewards_answers_and_draws(tmp_path):

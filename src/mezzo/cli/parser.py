@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from mezzo import __version__
-from mezzo.config import OPTIONS, flatten, option_names
+from mezzo.config import OPTIONS, flatten, is_switch, option_names
 from mezzo.config.hints import similar_options
 from mezzo.config.option import Option
 from mezzo.errors import ConfigError, MezzoError, nearest
@@ -293,7 +293,7 @@ def _add_option(group: argparse._ArgumentGroup, option: Option, help: str) -> No
     shown = help.replace("%", "%%")
     if option.default not in (None, "", (), False) and "[" not in shown:
         shown += f" [{option.default}]"
-    if isinstance(option.default, bool):
+    if is_switch(option.name):
         group.add_argument(option.flag, action="store_const", const=True, default=None, help=shown)
     else:
         group.add_argument(option.flag, metavar=option.name[0].upper(), default=None, help=shown)

@@ -25,6 +25,11 @@ ACCEPTED: dict[type, Any] = {str: (str, Path), int: (str, int), float: object}
 BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
 
 
+def is_switch(name: str) -> bool:
+    """Whether an option is true or false: its flag takes no value."""
+    return bool in (TYPES[name], *typing.get_args(TYPES[name]))
+
+
 def from_mapping(values: Mapping[str, Any]) -> RunConfig:
     """A RunConfig from flat keys or from group tables, each value converted and checked."""
     config = RunConfig(**flatten(values))

@@ -109,8 +109,9 @@ class RunConfig:
     max_length: int | None = option("task", None,
         "tokens of a prompt at most; sentences are cut, the template never [the task's]",
         at_least=1, commands=(*USE, "bench"), reopen="question", aliases=("max_seq_length",))
-    chat: bool = option("task", False,
-        "give the prompt as a user's message in the chat template of the model's tokenizer", commands=USE, reopen="question")
+    chat: bool | None = option("task", None,
+        "give the prompt as a user's message in the chat template of the model's tokenizer [as an exported model was trained]",
+        commands=USE, reopen="question")
     demonstrations: int = option("task", 0,
         "causal model: put this many solved training examples before each prompt (32 as published); masked model: solve one"
         " example per label beside it, evaluation averages this many draws",
@@ -159,10 +160,12 @@ class RunConfig:
         "'completion' rewards generated text, as do f1 (there of words), exact_match and countdown",
         choices="mezzo.method.objectives:OBJECTIVES", open_choices=True,
         runs_code=lambda name: ":" in name, placeholder="MODULE:FUNCTION", commands=("eval",), reopen="question")
-    max_new_tokens: int = option("method", 16, "tokens to generate where the objective or the metric reads text",
+    max_new_tokens: int | None = option("method", None,
+        "tokens to generate where the objective or the metric reads text [16, or as an exported model was trained]",
         at_least=1, at_most=65536, commands=("eval", "predict"), reopen="question")
     stop: tuple[str, ...] | None = option("method", None,
-        "texts that end a generated answer, e.g. '###'; \\n is the end of a line; '' for the model's own end alone [\\n]",
+        "texts that end a generated answer, e.g. '###'; \\n is the end of a line; '' for the model's own end alone [\\n, or as "
+        "an exported model was trained]",
         commands=("eval", "predict"), reopen="question")
     temperature: float = option("method", 0.0, "draw generated text at this temperature; 0 takes the likeliest tokens",
         at_least=0, commands=("eval", "predict"), reopen="question")

@@ -17,7 +17,7 @@ from mezzo.reports.changes import changes_section, classes_section
 from mezzo.reports.charts import run_charts
 from mezzo.reports.metrics import MAX_CHARACTERS, Event, RecordedEvaluation, finite_number
 from mezzo.reports.run_data import RunData
-from mezzo.runs.model_card import METHOD_OPTIONS
+from mezzo.runs.model_card import option_text, telling_options
 
 # What the units of a pace are called where there is room.
 PACES = {"steps/s": "steps per second", "s/step": "seconds per step", "tokens/s": "generated tokens per second"}
@@ -184,7 +184,7 @@ def _training_facts(run: RunData) -> str:
         ("template", task.get("template")),
         ("label words", words),
         ("data", "; ".join(run.metrics.data)),
-        *((name.replace("_", " "), config.get(name)) for name in (*METHOD_OPTIONS, "weight_decay")),
+        *((name.replace("_", " "), option_text(value)) for name, value in telling_options(config, task).items()),
         ("engine", " ".join(str(start[key]) for key in ("engine", "device") if key in start)),
         ("prefix cache", _prefix_cache(run.metrics.engine)),
         ("torch", start.get("torch")),

@@ -18,6 +18,7 @@ from mezzo.untrusted import read_settings
 
 STEPS = 1000
 BUDGET = "250k"
+MAX_NEW_TOKENS = 16
 BATCH = {"masked": 64, "causal": 16}
 # Evolution strategies. A text changes only where a token does, which takes a larger eps than a loss does; the rate follows it,
 # since the weights of directions have no scale of their own. B factors alone bear a larger one than a product of two does.
@@ -49,12 +50,16 @@ ADAM = {"steps": STEPS, "schedule": "linear", "batch_size": 8, "weight_decay": 0
 NOISE = {"float32": "rademacher", "float16": "rademacher", "bfloat16": "lowrank"}
 
 
-# The settings file beside a model's weights.
+# The settings file beside a model's weights, and the options in it that say how the model is prompted and its texts end.
 SETTINGS = "mezzo.json"
+TEXT_OPTIONS = ("chat", "max_new_tokens", "stop")
+# Other names there are spaces.
+OF_MODEL = ("space", "task", "readout", *TEXT_OPTIONS)
 
 
 def model_settings(model: str) -> dict[str, Any]:
-    """The settings by space, and the task, in the `mezzo.json` of a bundled model or a model folder; empty without one."""
+    """The settings by space, the task and how it is asked, in the `mezzo.json` of a bundled model or a model folder; empty
+    without one."""
     bundled = model.startswith(BUNDLED)
     folder = resources.files("mezzo") / "bundled" / "models" / model.removeprefix(BUNDLED) if bundled else Path(model)
     file = folder / SETTINGS
@@ -70,11 +75,12 @@ def model_settings(model: str) -> dict[str, Any]:
 
 
 def _check_settings(name: str, values: Any) -> Any:
-    """The default space, the task and how it is read out, or the settings of a space, checked as options of a run: the folder
-    may come from anybody."""
-    if name in ("space", "readout"):
-        if not isinstance(values, str):
-            raise ConfigError(f"{name!r} must be the name of one, not {json.dumps(values)}")
+    """The default space, the task, how it is asked and read out, or the settings of a space, checked as options of a run: the
+    folder may come from anybody."""
+    named = ("space", "readout")
+    if name in named and not isinstance(values, str):
+        raise ConfigError(f"{name!r} must be the name of one, not {json.dumps(values)}")
+    if name in (*named, *TEXT_OPTIONS):
         return getattr(from_mapping({name: values}), name)
     if not isinstance(values, dict):
         raise ConfigError(f"{name!r} must be an object of settings, not {json.dumps(values)}")
@@ -82,8 +88,8 @@ def _check_settings(name: str, values: Any) -> Any:
         return get_task(values).as_dict()
     if strange := sorted(set(values) - set(allowed := option_names(per_model=True))):
         raise ConfigError(f"{', '.join(strange)} cannot be set there, only {', '.join(allowed)}")
-    named = {name: value for name, value in values.items() if value is not None}
-    return {name: getattr(from_mapping(named), name) for name in named}
+    given = {name: value for name, value in values.items() if value is not None}
+    return {name: getattr(from_mapping(given), name) for name in given}
 
 
 def apply_defaults(config: RunConfig, family: str, rewards: bool = False) -> RunConfig:
@@ -95,7 +101,8 @@ def apply_defaults(config: RunConfig, family: str, rewards: bool = False) -> Run
     asked: str = config.space or (usual if engine.trains(usual) else engine.spaces[0])
     config = config.replace(space=asked, method=choose_method(config, asked in engine.low_rank_spaces, rewards))
     space = asked if (family, asked) in PUBLISHED else "full"
-    published = {**PUBLISHED[family, space], **ours.get(asked, {})}
+    of_space = {} if asked in OF_MODEL else ours.get(asked, {})
+    published = {**PUBLISHED[family, space], **of_space}
     towards_base = config.method == "es" and asked == "lora"
     chosen: dict[str, Any] = {"decay": "base" if towards_base else "all"}
     if asked == "lora":
@@ -111,9 +118,11 @@ def apply_defaults(config: RunConfig, family: str, rewards: bool = False) -> Run
         chosen |= {**ES, "eps": eps, "lr": eps}
     else:
         chosen |= {"steps": STEPS, "schedule": "constant", "batch_size": BATCH[family], "samples": 1, **published}
-        if "lr" not in ours.get(asked, {}):
+        if "lr" not in of_space:
             chosen["lr"] = "auto"
         chosen.pop("budget", None)
+    chosen |= {"chat": False, "max_new_tokens": MAX_NEW_TOKENS}
+    chosen |= {name: ours[name] for name in TEXT_OPTIONS if ours.get(name) is not None}
     missing = {name: value for name, value in chosen.items() if getattr(config, name) is None}
     config = config.replace(**missing)
     if config.eval_every is None and config.method != "solve":

@@ -18,7 +18,7 @@ from mezzo.engines.hf_hub import quiet
 from mezzo.errors import ConfigError
 from mezzo.journal.atomic_files import explain_os_errors
 from mezzo.runs import datasets
-from mezzo.runs.defaults import SETTINGS, model_settings
+from mezzo.runs.defaults import SETTINGS, TEXT_OPTIONS, model_settings
 from mezzo.runs.setup import Setup
 
 
@@ -97,12 +97,20 @@ def export_model(engine: ExportableEngine, setup: Setup, out: Path, card: str) -
 
 
 def _task_settings(setup: Setup) -> dict[str, Any]:
-    """The task, as data with the columns of the run's is read, and how it is read out."""
+    """The task, as data with the columns of the run's is read, and how it is asked and read out."""
     task, named = setup.task, datasets.column_names(setup.config)
     aliases = {**task.column_aliases, **{column: (name,) for column, name in named.items() if name != column}}
     length = setup.config.max_length or task.max_length
     task = dataclasses.replace(task, column_aliases=aliases, max_length=length)
-    return {"task": task.as_dict(), "readout": setup.config.readout}
+    return {"task": task.as_dict(), "readout": setup.config.readout, **_text_settings(setup)}
+
+
+def _text_settings(setup: Setup) -> dict[str, Any]:
+    """How a causal model is prompted, and where the texts it generates end."""
+    if setup.family != "causal":
+        return {}
+    values = setup.config.to_dict()
+    return {name: values[name] for name in TEXT_OPTIONS if values[name] is not None}
 
 
 @contextlib.contextmanager

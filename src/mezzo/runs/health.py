@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mezzo.evaluation.figures import format_perplexity, is_reward_metric, perplexity
 from mezzo.method.objectives import OBJECTIVES
 
 Kind = Literal["diverging", "no signal", "overfitting", "forgetting"]
@@ -21,8 +22,8 @@ AGAINST_DIVERGENCE = {
     "es": "an --lr three to ten times smaller, or a --weight-decay; the best checkpoint so far is kept",
     "spsa": "an --lr three to ten times smaller, or bound single steps with --clip; the best checkpoint so far is kept",
 }
-# Rise of the loss of a held-out text from which on a model forgets: its perplexity is then half as large again.
-FORGETTING = 0.4
+# How many times its first perplexity a held-out text has from which on a model forgets.
+FORGETTING = 1.5
 # Consecutive steps without any slope after which there is no signal.
 ZERO_SLOPES = 20
 
@@ -56,7 +57,9 @@ class Health:
             self._failing = bool(values.get("failed"))
             checks = self._check_step(int(values["step"]), float(values["loss"]), [float(g) for g in values["slopes"]])
         elif event == "evaluation":
-            checks = self._check_evaluation(int(values["step"]), float(values["loss"]), float(values["value"]))
+            of_text = is_reward_metric(str(values.get("metric")))  # the loss is that of a held-out text
+            figures = int(values["step"]), float(values["loss"]), float(values["value"])
+            checks = self._check_evaluation(*figures, of_text)
         else:
             return
         for finding in checks:
@@ -75,9 +78,9 @@ class Health:
             yield self._no_signal(step)
         yield self._exploding_loss(step)
 
-    def _check_evaluation(self, step: int, loss: float, value: float) -> Iterator[Finding | None]:
+    def _check_evaluation(self, step: int, loss: float, value: float, of_text: bool) -> Iterator[Finding | None]:
         self._evaluations.append((step, loss, value))
-        if self.method == "es":  # the loss is that of a held-out text
+        if of_text:
             yield self._forgetting(step, loss)
         elif len(self._evaluations) > 1 and math.isfinite(loss):
             yield self._rising_dev_loss(step, loss)
@@ -91,6 +94,10 @@ class Health:
         if self.method == "es":
             remedy = (
                 "Calls of the reward fail: mend it first" if self._failing else "Try a larger --eps or --batch-size"
+            )
+        if "forgetting" in self.kinds:
+            remedy = (
+                "The model forgets, and broken texts have the same rewards: start again with a smaller --lr or --eps"
             )
         return Finding(
             "no signal",
@@ -129,14 +136,14 @@ class Health:
         )
 
     def _forgetting(self, step: int, loss: float) -> Finding | None:
-        first = self._evaluations[0][1]
-        if not loss > first + FORGETTING:
+        before, now = (perplexity(each) for each in (self._evaluations[0][1], loss))
+        if not has_risen(before, now):
             return None
-        before, now = (math.exp(min(each, 700)) for each in (first, loss))
+        was, is_now = map(format_perplexity, (before, now))
         return Finding(
             "forgetting",
             step,
-            f"the model forgets: the perplexity of the held-out text was {before:.4g} and is {now:.4g} now. A smaller --lr, or "
+            f"the model forgets: the perplexity of the held-out text was {was} and is {is_now} now. A smaller --lr or --eps, or "
             "--weight-decay, which pulls towards the base model, helps",
         )
 
@@ -147,6 +154,11 @@ class Health:
     @property
     def _window(self) -> int:
         return WINDOW[self.method]
+
+
+def has_risen(before: float, now: float) -> bool:
+    """Whether the perplexity of a held-out text shows that a model forgets; one that is no number any more does."""
+    return math.isfinite(before) and not now < FORGETTING * before
 
 
 def is_smooth(objective: str) -> bool:

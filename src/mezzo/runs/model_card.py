@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mezzo import __version__
+from mezzo.config import OPTIONS
 from mezzo.engines.hf_hub import BUNDLED
-from mezzo.evaluation.figures import format_figure
+from mezzo.evaluation.figures import format_figure, format_perplexity, is_reward_metric, perplexity
+from mezzo.evaluation.rewards import LINE_END
 from mezzo.journal.header import Header
 from mezzo.untrusted import printable
 
@@ -43,7 +45,7 @@ def model_card(kind: str, header: Header, events: Sequence[Mapping[str, Any]], s
         "## Load it",
         _loading(kind, config, header.family, header.classes),
         "",
-        "The prompt is part of the model: it was trained with the template",
+        f"The prompt is part of the model: it was trained with the template{_framing(config)}",
         *(f"    {printable(line)}" for line in ("", *str(task["template"]).splitlines(), "")),
         "and the words " + ", ".join(f"{_quote(a)} → {_quote(b)}" for a, b in _words(task)) + "."
         if _words(task)
@@ -99,10 +101,24 @@ def _results(events: Sequence[Mapping[str, Any]], step: int) -> list[str]:
         rows.append(
             f"| **{_quote(result.get('tested_on'))}, this checkpoint** | **{_figure(result)}** | {_quote(result.get('n_test'))} |"
         )
+    if rows:
+        rows += _perplexity_row(events, step)
     if not rows:
         return ["The journal this was made from holds no evaluations."]
     metric = _quote((result or dev or zero or {}).get("metric"))
     return [f"| examples | {metric}, 95% interval | n |", "|---|---|---|", *rows]
+
+
+def _perplexity_row(events: Sequence[Mapping[str, Any]], step: int) -> list[str]:
+    """The perplexity of the held-out text, of the untrained model and of this checkpoint of a run on rewards."""
+    rewarded = [
+        e for e in events if _sound(e) and e["event"] == "evaluation" and is_reward_metric(str(e.get("metric")))
+    ]
+    losses = [next((e.get("loss") for e in rewarded if e.get("step") == at), None) for at in (0, step)]
+    if not all(isinstance(loss, (int, float)) for loss in losses):
+        return []
+    before, now = (format_perplexity(perplexity(float(loss))) for loss in losses if loss is not None)
+    return [f"| held-out perplexity, before training → this checkpoint | {before} → {now} | |"]
 
 
 def _sound(entry: Mapping[str, Any]) -> bool:
@@ -112,8 +128,25 @@ def _sound(entry: Mapping[str, Any]) -> bool:
     return len(values) == 3 and all(isinstance(value, (int, float)) for value in values)
 
 
-# The options of a method that tell runs apart.
-METHOD_OPTIONS = ("method", "budget", "objective", "lr", "schedule", "eps", "batch_size", "samples", "noise", "seed")
+# The options of a method that tell runs apart, and those of the texts that it generates.
+METHOD_OPTIONS = (
+    *("method", "budget", "objective", "lr", "schedule", "eps", "batch_size", "samples", "shaping", "factors", "noise"),
+    *("weight_decay", "decay", "seed"),
+)
+GENERATION_OPTIONS, DRAWING_OPTIONS = ("chat", "max_new_tokens", "stop", "temperature"), ("top_p", "draws")
+
+
+def telling_options(config: Mapping[str, Any], task: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that tell runs apart with their values: those that the method reads, and how texts are generated."""
+    method = str(config.get("method") or "spsa")
+    generates = method == "es" or task.get("kind") == "generation"
+    names = [name for name in METHOD_OPTIONS if method in (OPTIONS[name].of_method or (method,))]
+    names += GENERATION_OPTIONS if generates else ["chat"] if config.get("chat") else []
+    names += DRAWING_OPTIONS if generates and config.get("temperature") else ()
+    shown = {name: config[name] for name in names if config.get(name) is not None}
+    if shown.get("weight_decay") is None:
+        shown.pop("decay", None)
+    return shown | ({"stop": list(LINE_END)} if generates and config.get("stop") is None else {})
 
 
 def _figure(entry: Mapping[str, Any]) -> str:
@@ -123,13 +156,24 @@ def _figure(entry: Mapping[str, Any]) -> str:
 
 
 def _method(config: Mapping[str, Any], header: Header) -> list[str]:
-    lora = ("rank", "alpha") if config.get("space") == "lora" else ()
-    names = ("space", *lora, *METHOD_OPTIONS)
+    names = ("space", "rank", "alpha") if config.get("space") == "lora" else ("space",)
+    options = {name: config[name] for name in names if config.get(name) is not None}
+    options |= telling_options(config, header.task)
     return [
         *("| option | |", "|---|---|", f"| base model | {_quote(_short(str(config['model'])))} |"),
-        *(f"| {name.replace('_', ' ')} | {_quote(config[name])} |" for name in names if config.get(name) is not None),
+        *(f"| {name.replace('_', ' ')} | {_quote(option_text(value))} |" for name, value in options.items()),
         f"| base digest | `{header.base[:16]}` |",
     ]
+
+
+def option_text(value: Any) -> str:
+    """The value of an option; that of a list as in mezzo.json, where the end of a line is seen."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, bool)) else str(value)
+
+
+def _framing(config: Mapping[str, Any]) -> str:
+    """What the prompt stands in."""
+    return " below, given as a user's message in the chat template of the tokenizer:" if config.get("chat") else ""
 
 
 def _loading(kind: str, config: Mapping[str, Any], family: str, classes: int) -> str:

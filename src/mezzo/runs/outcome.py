@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from mezzo.evaluation.evaluate import Z95, DetailedEvaluation, Evaluation, calibrated_predictions, wrong_where_nan
-from mezzo.evaluation.figures import format_figure, is_reward_metric
+from mezzo.evaluation.figures import format_figure, format_perplexity, is_reward_metric, perplexity
 from mezzo.method.objectives import METRICS
+from mezzo.runs.health import has_risen
 from mezzo.runs.mistakes import answer_name, text_fields
 from mezzo.tasks import Task
 from mezzo.types import Example
@@ -114,6 +115,28 @@ class Gain:
 
 
 @dataclass(frozen=True, slots=True)
+class Forgetting:
+    """The perplexity of the held-out text of a run on rewards: of the untrained model, at the tested checkpoint, and the highest
+    of all evaluations."""
+
+    before: float
+    tested: float
+    highest: float
+
+    @property
+    def when_tested(self) -> str:
+        """What is said of the tested checkpoint; empty where it has not forgotten."""
+        return self._say(self.tested) if has_risen(self.before, self.tested) else ""
+
+    @property
+    def at_worst(self) -> str:
+        return self._say(self.highest)
+
+    def _say(self, now: float) -> str:
+        return f"the perplexity of the held-out text rose from {format_perplexity(self.before)} to {format_perplexity(now)}"
+
+
+@dataclass(frozen=True, slots=True)
 class Gains:
     """The tested checkpoint against the untrained model, like with like. None: not tested, or answers are no labels."""
 
@@ -123,10 +146,16 @@ class Gains:
     """Both without the prompt's prior."""
     majority: float | None = None
     """The figure of always answering the most frequent label."""
+    forgetting: Forgetting | None = None
+    """None where no reward is trained on."""
 
 
 def measure_gains(
-    before: Assessment | None, after: Assessment | None, examples: Sequence[Example], task: Task
+    before: Assessment | None,
+    after: Assessment | None,
+    examples: Sequence[Example],
+    task: Task,
+    dev_losses: Sequence[float] = (),
 ) -> Gains:
     rewarded = any(each and is_reward_metric(each.evaluation.metric) for each in (before, after))
     majority = None if rewarded else majority_figure(examples, task)
@@ -143,7 +172,13 @@ def measure_gains(
     if old.calibrated is not None and new.calibrated is not None:
         rights = [answers.calibrated_right for answers in known if answers.calibrated_right]
         calibrated = _gain(old.calibrated, new.calibrated, new.interval, rights)
-    return Gains(len(examples), plain, calibrated, majority)
+    forgetting = _forgetting(old.loss, new.loss, dev_losses) if rewarded else None
+    return Gains(len(examples), plain, calibrated, majority, forgetting)
+
+
+def _forgetting(before: float, tested: float, others: Sequence[float]) -> Forgetting:
+    found = [perplexity(loss) for loss in (before, tested, *others)]
+    return Forgetting(found[0], found[1], max(found, key=lambda value: value if math.isfinite(value) else math.inf))
 
 
 def _gain(

@@ -73,7 +73,7 @@ def resolve_setup(config: RunConfig, task: Task | None = None, function: Any = N
 def _max_length(config: RunConfig, task: Task, longest: int | None, tokenizer: Any) -> int | None:
     """Tokens of a prompt: as configured, else the task's, and never more than the model or its tokenizer takes, less the tokens
     that are generated. Solved examples before a causal prompt may fill all of it."""
-    generated = config.max_new_tokens if task.kind == "generation" else 0
+    generated = (config.max_new_tokens or 0) if task.kind == "generation" else 0
     if longest is not None and generated >= longest:
         raise ConfigError(
             f"--max-new-tokens {generated} leaves no room for a prompt: {config.model} reads {longest} tokens in all"

@@ -12,7 +12,7 @@ from typing import Any
 from mezzo.drawing import Chart, Series, render_svg
 from mezzo.drawing.figure import make_figure
 from mezzo.errors import ConfigError
-from mezzo.evaluation.figures import format_figure, is_reward_metric
+from mezzo.evaluation.figures import format_figure, format_perplexity, is_reward_metric
 from mezzo.journal.content import NAME as JOURNAL
 from mezzo.runs.folder import Folder
 
@@ -34,6 +34,9 @@ class Run:
     zero_shot_calibrated: float | None = None
     majority: float | None = None
     """The figure of always answering the most frequent label."""
+    perplexity: float | None = None
+    """That of the held-out text at the tested step of a run on rewards."""
+    zero_shot_perplexity: float | None = None
     best_step: int = 0
     tested_on: str = "test"
     n_test: int = 0
@@ -95,6 +98,7 @@ class Run:
             )
             rows += [(name, format_figure(value, self.metric)) for name, value in baselines if value is not None]
             rows.append((f"{self.tested_on} {self.metric}", figure))
+            rows += self._perplexity_rows()
             rows += [] if self.calibrated is None else [("the same, calibrated", f"{self.calibrated:.1%}")]
         if self.moves is None:
             rows.append(("zero slopes", f"{self.zero_slope_share:.1%} of steps"))
@@ -112,6 +116,12 @@ class Run:
         rows.append(("digest", self.digest[:16]))
         rows += [("verdict", self.verdict)] if self.verdict else []
         return [*rows, ("report", f"mezzo report {shlex.quote(self.out)}")]
+
+    def _perplexity_rows(self) -> list[tuple[str, str]]:
+        if self.perplexity is None or self.zero_shot_perplexity is None:
+            return []
+        before, tested = map(format_perplexity, (self.zero_shot_perplexity, self.perplexity))
+        return [("held-out perplexity", f"{before} before training, {tested} at step {self.best_step}")]
 
     def chart(self) -> Chart | None:
         """The dev figure over example-forwards; None with fewer than two evaluations."""

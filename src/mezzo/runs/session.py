@@ -188,8 +188,9 @@ class Session:
         test, task, method = self.setup.splits.test, self.setup.task, str(self.setup.config.method)
         trained = self._test_checkpoint(best) if test else None
         before, after = (each.evaluation if each else None for each in (self.untrained, trained))
-        gains = measure_gains(self.untrained, trained, test, task)
         content = read(self.folder.path)
+        curve = read_curve(content.events)
+        gains = measure_gains(self.untrained, trained, test, task, [point["loss"] for point in curve])
         zero = moves = skipped = failed = 0
         for record in content.records:
             zero += all(slope == 0 for slope in record.slopes)
@@ -208,6 +209,8 @@ class Session:
             zero_shot=before.value if before else None,
             zero_shot_calibrated=before.calibrated if before else None,
             majority=gains.majority,
+            perplexity=gains.forgetting.tested if gains.forgetting else None,
+            zero_shot_perplexity=gains.forgetting.before if gains.forgetting else None,
             best_step=best,
             tested_on="test" if self.setup.splits.has_test else "dev",
             n_test=len(test),
@@ -228,7 +231,7 @@ class Session:
                 judge(self.events.health.kinds, method, best, gains, skipped, self._explain_no_rewards(failed))
             ),
             memory_mib=round(memory.peak()),
-            curve=read_curve(content.events),
+            curve=curve,
             **describe_changes(self.untrained, trained, test, task),
         )
         self.folder.note("engine", {"step": steps, **self.engine.describe()})  # its counters, now that all is done

@@ -83,7 +83,7 @@ class Setup:
             readout=cast(Any, self.config.readout),
             vocabulary=self._needs_vocabulary,
             seed=self.config.seed,
-            chat=self.config.chat,
+            chat=bool(self.config.chat),
             in_context=self.config.demonstrations,
         )
 
@@ -225,6 +225,7 @@ class Setup:
     @cached_property
     def generation(self) -> Generation:
         config = self.config
+        assert config.max_new_tokens is not None
         how = (config.max_new_tokens, config.temperature, config.top_p, config.draws, config.seed)
         return Generation(*how, stop_ids=self._stop_ids())
 

@@ -55,12 +55,15 @@ def judge(
     reward of its own."""
     plain, tested = gains.plain, _describe(gains)
     better = plain is not None and plain.better
+    gained = plain is not None and plain.after > plain.before
     at = f"the checkpoint of step {best_step} that was tested: {tested}"
     if failure:
         return _verdict("no rewards", f"every call of the reward failed, so that nothing could be learned: {failure}")
     if "diverging" in findings:
         remedy = "a smaller --lr is needed" if method != "solve" else "a smaller --eps may help"
         return _verdict("diverged", f"the loss grew instead of falling: {remedy}; {at}")
+    if "forgetting" in findings and not (better or (gained and "no signal" not in findings)):
+        return _verdict("forgets", _describe_forgetting(gains, method, best_step))
     if "no signal" in findings and not better:
         return _verdict("no signal", f"steps without any slope moved nothing: a larger --eps is needed; {tested}")
     if "overfitting" in findings and not better:
@@ -98,7 +101,19 @@ def _judge_gain(gains: Gains, plain: Gain, tested: str) -> Verdict:
     return _verdict("worked", tested)
 
 
+def _describe_forgetting(gains: Gains, method: str, best_step: int) -> str:
+    rose = gains.forgetting.at_worst if gains.forgetting else "the perplexity of the held-out text rose by half or more"
+    tested = f"the checkpoint of step {best_step} that was tested: {_describe_figures(gains)}"
+    return f"{rose}, and the texts became no better: a smaller {SMALLER[method]} is needed; {tested}"
+
+
 def _describe(gains: Gains) -> str:
+    """The figures, and whether the tested checkpoint has forgotten."""
+    forgot = gains.forgetting.when_tested if gains.forgetting else ""
+    return _describe_figures(gains) + (f"; it forgets: {forgot}" if forgot else "")
+
+
+def _describe_figures(gains: Gains) -> str:
     if gains.plain is None:
         return "the untrained model was not tested" if gains.n else "there was nothing to test it on"
     parts = [f"{gains.plain} (n={gains.n:,})"]

@@ -14,7 +14,7 @@ from mezzo.tasks.label_words import distinct_ids, label_word_ids, word_ids
 from mezzo.tasks.registry import get_task
 from mezzo.tasks.task import Task
 from mezzo.tasks.template_ast import MASK, LabelWord, Node, Nodes, Slot, SpecialToken, Text
-from mezzo.tasks.tokenizer import Ids, Tokenizer, TokenizerWrapper
+from mezzo.tasks.tokenizer import WITHOUT_CHAT, Ids, Tokenizer, TokenizerWrapper
 from mezzo.tasks.truncation import truncate_lengths
 from mezzo.types import Batch, Example, Prompt, Readout
 
@@ -174,7 +174,7 @@ class Encoder:
             prepared.append(_PreparedNode(SpecialToken("bos"), False, 0, before))
             continues = self._in_context is not None or self.chat
         elif self.chat:
-            raise TaskError("a chat template is for causal models; leave out --chat")
+            raise TaskError(f"a chat template is for causal models; {WITHOUT_CHAT}")
         for node in self._template_nodes():
             prepared.append(_PreparedNode(node, continues, segment, self._constant_ids(node, continues)))
             segment += isinstance(node, SpecialToken) and node.advance

@@ -13,6 +13,8 @@ Ids = tuple[int, ...]
 # Short texts to try a tokenizer with: a small vocabulary may lack some of them.
 _SAMPLE_TEXTS = ("a", "e", "0", "(", "x", ".", "t", "s", "i", "o", "n")
 _MESSAGE = "@MESSAGE@"  # stands for a message in a chat template
+# An exported model may ask for its chat template by itself.
+WITHOUT_CHAT = "leave out --chat, or add --set chat=false"
 _NO_LIMIT = 1_000_000  # a tokenizer without a limit reports an astronomically large one
 
 
@@ -95,13 +97,19 @@ class TokenizerWrapper:
     def chat_frame(self) -> tuple[Ids, Ids]:
         """What its chat template puts before and after a user's message, up to where the model answers."""
         if not getattr(self.wrapped, "chat_template", None):
-            raise TaskError("this model's tokenizer has no chat template; leave out --chat")
+            raise TaskError(f"this model's tokenizer has no chat template; {WITHOUT_CHAT}")
         messages = [{"role": "user", "content": _MESSAGE}]
-        text = self.wrapped.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)  # type: ignore[attr-defined]
+        try:
+            text = self.wrapped.apply_chat_template(  # type: ignore[attr-defined]
+                messages, add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # a template is a program
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            raise TaskError(f"the chat template of this model's tokenizer fails: {reason}; {WITHOUT_CHAT}") from None
         before, found, after = str(text).partition(_MESSAGE)
         if not found or _MESSAGE in after:
             raise TaskError(
-                "the chat template of this model's tokenizer does not repeat a message once; leave out --chat"
+                f"the chat template of this model's tokenizer does not repeat a message once; {WITHOUT_CHAT}"
             )
         before_ids, after_ids = (self.wrapped(part, add_special_tokens=False)["input_ids"] for part in (before, after))
         return tuple(before_ids), tuple(after_ids)
