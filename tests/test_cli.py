@@ -89,7 +89,7 @@ def test_help_shows_the_defaults_of_the_model_at_hand(named, capsys):
 def test_help_about_a_model_that_is_not_here_does_not_guess(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--model", "somebody/unknown", "--help"])
-    assert "size of the perturbation [by model and space]" in capsys.readouterr().out
+    assert "size of the perturbation [by model and space; es finds it before the first step]" in capsys.readouterr().out
 
 
 def test_eval_of_a_model_with_demonstrations(tiny_folder, tiny_data, capsys):
