@@ -17,7 +17,9 @@ from mezzo.runs.reopen import open_journal
 FOLDER = Path(__file__).parent / "golden"
 JOURNALS = sorted(path.name for path in FOLDER.iterdir() if path.name != START)
 DIGESTS = {
+    "llama-mini-es-lora-b.jsonl": "3b6bcd5d11c79726",
     "llama-mini-lora-gaussian-float32.jsonl": "7752c984a93baa46",
+    "llama-mini-solve-lora-both.jsonl": "f9b9f191fb77affc",
     "roberta-mini-full-gaussian-float32.jsonl": "d625c0465881db15",
     "roberta-mini-full-lowrank-bfloat16.jsonl": "5a1e59cf75f67283",
     "roberta-mini-full-samples3-w2.jsonl": "9b84961978a8ceb2",
@@ -27,6 +29,7 @@ DIGESTS = {
     "roberta-mini-pattern.jsonl": "373f0a9e82faeb5f",
     "roberta-mini-prefix-rademacher-float32.jsonl": "2644df3b5c610d5c",
     "roberta-mini-readout-head.jsonl": "8e1865d0270e826f",
+    "roberta-mini-solve-lora-b.jsonl": "d77641610b243d4d",
     "sglang-llama-matrices.jsonl": "5786348f54733a51",
 }
 """Of the weights after the last step, by the version that wrote them."""
