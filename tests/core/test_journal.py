@@ -127,7 +127,7 @@ def test_damaged_or_missing_lines_in_the_middle_are_refused(tmp_path):
     lines = path.read_bytes().splitlines(keepends=True)
     lines[4] = lines[4].replace(b'"step":3', b'"step":8')
     path.write_bytes(b"".join(lines))
-    with pytest.raises(JournalError, match=r"line 5 is damaged.* but later lines are sound"):
+    with pytest.raises(JournalError, match=r"line 5 is damaged.* but more follows it than a crash leaves"):
         read(tmp_path)
     with pytest.raises(JournalError, match="damaged"):
         Journal.resume(tmp_path)

@@ -20,6 +20,8 @@ FORMAT = 2
 NAME = "journal.jsonl"
 # Marks and evaluations that are kept in memory. Steps are not.
 MAX_NOTES = 200_000
+# Bytes behind damage that are searched for sound lines.
+MAX_TAIL = 64 * 2**20
 # Steps between those whose places in the file are remembered.
 INDEX_STEPS = 1000
 
@@ -104,8 +106,8 @@ def read(path: Path, accept_damage: bool = False) -> Content:
         if not accept_damage and _is_followed(line, file):
             repair = f"mezzo verify {shlex.quote(str(path.parent))} --repair"
             raise JournalError(
-                f"{path}: line {number} is damaged, or lines before it are missing, but later lines are sound: restore it from "
-                f"a copy, or '{repair}' cuts it there, and --resume computes the rest again"
+                f"{path}: line {number} is damaged, or lines before it are missing, but more follows it than a crash leaves: "
+                f"restore it from a copy, or '{repair}' cuts it there, and --resume computes the rest again"
             )
         torn = path.stat().st_size - size
     records = Records(steps, lambda start, stop: _read_records(path, places, start, stop))
@@ -134,11 +136,13 @@ def find_journal(folder: Path) -> Path:
 
 
 def _is_followed(damaged: bytes, file: BinaryIO) -> bool:
-    """Whether a line behind a damaged one fits the line before it: no crash leaves that."""
+    """Whether a line behind a damaged one fits the line before it, or very much is there: no crash leaves that."""
     if len(damaged) < MAX_LINE and not damaged.endswith(b"\n"):
         return False  # the end of the file when it was read: a writer may have gone on since
-    before = damaged
+    before, start = damaged, file.tell()
     while line := file.readline(MAX_LINE):
+        if file.tell() - start > MAX_TAIL:
+            return True  # more than a crash leaves, too
         crc = read_crc(before)
         if crc is not None and decode_line(line, crc):
             return True

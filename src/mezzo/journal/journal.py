@@ -21,7 +21,7 @@ from typing import Any
 
 from mezzo.errors import JournalError, RunFailed
 from mezzo.journal.atomic_files import explain_os_errors, sync_folder, write_all, write_atomically
-from mezzo.journal.content import FORMAT, NAME, Content, find_journal, read, read_header
+from mezzo.journal.content import FORMAT, MAX_NOTES, NAME, Content, find_journal, read, read_header
 from mezzo.journal.header import Header
 from mezzo.journal.lines import MAX_LINE, encode_event, encode_line, encode_record
 from mezzo.types import StepRecord
@@ -45,6 +45,8 @@ class Journal:
     _size: int
     _torn: int = 0
     """Damaged bytes behind `_size`, until they are cut."""
+    _notes: int = 0
+    """Marks and evaluations so far: a file with more than MAX_NOTES is not read."""
     _synced: float = field(default_factory=time.monotonic)
     _background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "journal"))
     _syncing: Future[None] | None = None
@@ -86,7 +88,8 @@ class Journal:
         with explain_os_errors(path), _locked(path, os.O_RDWR) as file:
             content = read(path, accept_damage)
             os.lseek(file, content.size, os.SEEK_SET)
-        return cls(path, content, file, content.crc, content.size, content.torn)
+        notes = len(content.marks) + len(content.events)
+        return cls(path, content, file, content.crc, content.size, content.torn, notes)
 
     def cut_tail(self) -> Path | None:
         """Cut the damaged end, having copied it to a file of its own; the copy, None where nothing is damaged."""
@@ -109,11 +112,18 @@ class Journal:
     def note(self, event: str, values: Mapping[str, Any]) -> None:
         """Write an evaluation."""
         self._append(encode_event(event, values))
+        self._notes += 1
 
     def mark(self, step: int, digest: str) -> None:
         """Record the digest of the trained tensors after `step` steps."""
         self._append({"mark": step, "digest": digest})
+        self._notes += 1
         self.sync()
+
+    @property
+    def may_mark(self) -> bool:
+        """Whether a mark that no evaluation asks for leaves room for those that one does."""
+        return self._notes < MAX_NOTES // 2
 
     def sync(self) -> None:
         """Wait until everything appended is on disk."""

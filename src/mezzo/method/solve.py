@@ -50,6 +50,8 @@ WANTED_CHANGE = {"float32": 0.1, "bfloat16": 0.3, "float16": 0.2}
 LAST_MOVES = 4
 # The run ends when so many steps together surely gain no more than this share of the loss. Later steps are larger.
 LAST_STEPS, LEAST_GAIN = 10, 0.01
+# What a step can have had at most.
+MOST = {"directions": 2**14, "fitted": 2**31, "judged": 2**31, "forwards": 2**62}
 # The notes of a step that keep its evidence.
 EVIDENCE = tuple(f"evidence{offset:+d}" for offset in OFFSETS)
 Terms = tuple[tuple[int, float], ...]
@@ -202,6 +204,7 @@ class Solve:
 
     def observe(self, record: StepRecord) -> None:
         notes = record.notes
+        check_notes(notes)
         self.spent += int(notes["forwards"])
         self._taken += int(notes["fitted"]) + (int(notes["judged"]) if self.held_out is None else 0)
         self._judged += int(notes["judged"])
@@ -237,6 +240,13 @@ class Solve:
         if len(last) < LAST_STEPS or total + chance > LEAST_GAIN * self._loss:
             return ""
         return f"moves stopped helping: the last {LAST_STEPS} gained {total:.2g}"
+
+
+def check_notes(notes: Mapping[str, float]) -> None:
+    """Refuse counts that no step has: the journal may come from anybody."""
+    for name, most in MOST.items():
+        if not 0 <= notes[name] <= most:
+            raise ValueError(f"{name} is {notes[name]:g}")
 
 
 def combine(directions: Sequence[Terms], coefficients: Iterable[float]) -> Terms:

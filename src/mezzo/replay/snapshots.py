@@ -45,8 +45,8 @@ class Snapshots:
 
         largest = 4 * sum(math.prod(t.shape) for t in trained) + MAX_HEADER
         try:
-            if self.path(step).stat().st_size > largest:
-                return None
+            if not self.path(step).is_file() or self.path(step).stat().st_size > largest:
+                return None  # a pipe would be waited for
             with safe_open(self.path(step), framework="numpy") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError, ValueError, KeyError, JournalError):

@@ -54,8 +54,8 @@ from mezzo.types import StepRecord
 
 # Example-forwards of training between two evaluations, by the number of dev examples.
 EVALUATION_SHARE = 8
-# Beside each evaluation there may be a mark.
-MAX_EVALUATIONS = MAX_NOTES // 2
+# Beside each evaluation there may be a mark, and half of the room is for others.
+MAX_EVALUATIONS = MAX_NOTES // 4
 
 
 class _Closeable(Protocol):
@@ -245,7 +245,7 @@ def _remember(method: Method, records: Iterable[StepRecord]) -> int:
         try:
             method.observe(record)
             spent += method.cost(record)
-        except (KeyError, ValueError, OverflowError) as error:  # notes of another version, or of a file from anybody
+        except (LookupError, ValueError, OverflowError) as error:  # notes of another version, or of a file from anybody
             raise JournalError(
                 f"step {record.step} of the journal lacks what its method has to remember ({error}): the run cannot be "
                 "continued, but it can be verified and exported"
@@ -290,7 +290,7 @@ def _was_restarted(config: RunConfig) -> bool:
         raise ConfigError(
             "torchrun --max-restarts starts a failed run again, which must then find its own folder: add --out DIR"
         )
-    requeued = config.out and int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+    requeued = config.out and os.environ.get("SLURM_RESTART_COUNT", "0").strip("0").isdigit()
     if not (requeued or torchrun.restarted_this_process()) or not holds_run(Path(str(config.out))):
         return False
     recorded = read(Path(str(config.out))).header.config

@@ -124,11 +124,23 @@ def _staging_folder(out: Path, card: str) -> Iterator[Path]:
         )  # a fresh name: nobody can have put a link there
         staging.chmod(0o755)
         try:
-            yield staging
+            with _explain_safetensors(out):
+                yield staging
             (staging / "README.md").write_text(card, encoding="utf-8")
             staging.replace(out)  # `out` is absent or empty: _refuse_used checked it
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _explain_safetensors(out: Path) -> Iterator[None]:
+    """The library has an error of its own for a disk that is full or fails."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        raise ConfigError(f"{out} cannot be written: {error}") from None
 
 
 def _finite(tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:

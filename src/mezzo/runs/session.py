@@ -196,7 +196,8 @@ class Session:
             zero += all(slope == 0 for slope in record.slopes)
             moves += not record.update.empty
             skipped += bool(record.skipped)
-            failed += int(record.notes.get("failed", 0))
+            count = record.notes.get("failed", 0.0)
+            failed += int(count) if 0 <= count < 2**53 else 0  # of a file that may come from anybody
         self._warn_about_skipped_steps(skipped)
         run = Run(
             out=str(self.folder.path),

@@ -177,7 +177,8 @@ class MeZOTrainer:
             )
 
     def _snapshot_if_due(self) -> None:
-        if time.monotonic() - self._snapshot_time >= self.limits.snapshot_seconds:
+        due = time.monotonic() - self._snapshot_time >= self.limits.snapshot_seconds
+        if due and self.journal.may_mark:
             self._snapshot()
 
     def _snapshot(self) -> None:
