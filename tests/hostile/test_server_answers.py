@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import socket
@@ -181,6 +182,36 @@ def test_server_that_begins_an_answer_and_stops_is_given_up(monkeypatch):
             connection.send(url, {}, 60, still_there)
         assert caught.value.lost and not looks
         waiting[0].close()
+
+
+DRIPS = {
+    "head": (b"HTTP/1.1 200 OK\r\n", b"X"),
+    "body": (b"HTTP/1.1 200 OK\r\nContent-Length: 100000000\r\n\r\n", b" "),
+    "chunks": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+    "continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+}
+
+
+@pytest.mark.parametrize("first", DRIPS)
+def test_server_that_answers_byte_by_byte_is_given_up(first):
+    """Each byte starts a socket's own timeout again."""
+    begin, drip = DRIPS[first]
+    done = threading.Event()
+
+    def serve() -> None:
+        with contextlib.suppress(OSError), listener.accept()[0] as client:
+            client.sendall(begin)
+            while not done.wait(0.05):
+                client.sendall(drip)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        try:
+            with pytest.raises(connection.BadAnswer, match="it stopped answering") as error:
+                connection.send(f"http://127.0.0.1:{listener.getsockname()[1]}/model_info", None, 1.0)
+        finally:
+            done.set()
+    assert error.value.lost
 
 
 def test_redirect_is_not_followed(server, model, evaluation, expect_refusal):

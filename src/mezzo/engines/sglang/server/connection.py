@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -34,7 +35,7 @@ class BadAnswer(Exception):
 def send(
     url: str, body: Mapping[str, Any] | None, timeout: float, still_there: Callable[[], bool] | None = None
 ) -> bytes:
-    """The answer to a POST, or without a body to a GET.
+    """The answer to a POST, or without a body to a GET, whole within `timeout` seconds.
 
     While it waits, it asks every few seconds whether the server is `still_there`: a computation may take long, but a server that
     does not answer anything is lost.
@@ -46,7 +47,7 @@ def send(
             path = url.split("/", 3)[3]
             data = None if body is None else json.dumps(body).encode()
             connection.request("GET" if body is None else "POST", f"/{path}", data, headers)
-            with _watch(connection, still_there) if still_there else contextlib.nullcontext():
+            with _watch(connection, timeout, still_there):
                 answer = connection.getresponse()
                 if answer.status >= 300:  # a redirect is not followed: prompts and the key go to no other address
                     page = b""
@@ -70,19 +71,25 @@ def _connect(url: str, timeout: float) -> http.client.HTTPConnection:
 
 
 @contextlib.contextmanager
-def _watch(connection: http.client.HTTPConnection, still_there: Callable[[], bool]) -> Iterator[None]:
-    """Look at the server while the block waits for its answer; TimeoutError if it is gone.
+def _watch(
+    connection: http.client.HTTPConnection, timeout: float, still_there: Callable[[], bool] | None
+) -> Iterator[None]:
+    """Look at the server while the block waits for its answer; TimeoutError if it is gone, or takes longer than the timeout.
 
-    A thread looks, since a wait for bytes ends with the first ones of an encrypted connection, which are none of the answer.
+    A thread looks, since a socket's own timeout begins again with each byte that comes, and a wait for bytes ends with the first
+    ones of an encrypted connection, which are none of the answer.
     """
     waiting, done, gone = connection.sock, threading.Event(), threading.Event()
+    end = time.monotonic() + timeout
 
     def look() -> None:
-        while not done.wait(LOOK_SECONDS):
-            if not still_there() and not done.is_set():
+        while not done.wait(max(0.0, min(LOOK_SECONDS, end - time.monotonic()))):
+            late = time.monotonic() >= end
+            if (late or (still_there and not still_there())) and not done.is_set():
                 gone.set()
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(waiting, socket.SHUT_RDWR)  # ends the wait
+                return
 
     threading.Thread(target=look, daemon=True).start()
     try:
