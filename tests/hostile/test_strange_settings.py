@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from mezzo.errors import TaskError
+from mezzo.engines.panics import caught_panics
+from mezzo.errors import ModelError, TaskError
+from mezzo.runs.export import PREFIX_FORMAT, load_prefix
 from mezzo.tasks import get_task
 from mezzo.untrusted import read_settings
-from tests.hostile.files import copy_run, read_json_lines, write_journal
+from tests.conftest import make_llama
+from tests.hostile.files import copy_run, eval_command, read_json_lines, write_journal
+from tests.processes import patience
 
 Refusal = Callable[..., str]
 HEAD = 'columns = ["text"]\ntemplate = "{text} It was [MASK]."\n'
@@ -83,3 +93,94 @@ def test_a_text_of_a_task_has_a_greatest_length(changes: dict[str, Any]) -> None
     get_task(plain)
     with pytest.raises(TaskError, match="characters; 100,000 are allowed"):
         get_task(plain | changes)
+
+
+# ---- model folders
+
+
+def copy_model(folder: str, workspace: Path) -> Path:
+    return Path(shutil.copytree(folder, workspace / "model"))
+
+
+def change_json(path: Path, change: Callable[[Any], None]) -> None:
+    settings = json.loads(path.read_text())
+    change(settings)
+    path.write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize("part", ["sub/pipe.safetensors", "../pipe.safetensors", "/etc/hostname"])
+def test_weights_named_by_an_index_are_files_of_the_folder(
+    part: str, tiny_folder: str, tiny_data: str, workspace: Path, expect_refusal: Refusal
+) -> None:
+    model = copy_model(tiny_folder, workspace)
+    (model / "sub").mkdir()
+    (model / "model.safetensors").unlink()
+    if not part.startswith("/etc"):
+        os.mkfifo(model / part)
+    index = {"metadata": {"total_size": 1}, "weight_map": {"lm_head.bias": part}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert f"names '{part}', which is not a file" in expect_refusal(*eval_command(model, tiny_data))
+
+
+def test_weights_that_the_configuration_names_lie_beside_it(
+    tiny_folder: str, tiny_data: str, workspace: Path, expect_refusal: Refusal
+) -> None:
+    model = copy_model(tiny_folder, workspace)
+    (model / "sub").mkdir()
+    os.mkfifo(model / "sub" / "pipe.safetensors")
+    change_json(model / "config.json", lambda found: found.update(transformers_weights="sub/pipe.safetensors"))
+    assert "put them beside its config.json" in expect_refusal(*eval_command(model, tiny_data))
+
+
+@pytest.mark.parametrize("name", ["prefix.safetensors", "prefix_config.json"])
+def test_a_prefix_that_is_a_pipe_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "prefix_config.json").write_text(json.dumps({"format": PREFIX_FORMAT}))
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ModelError, match="not a file"):
+        load_prefix(torch.nn.Linear(1, 1), tmp_path)
+
+
+SAY = """
+import logging, sys
+from mezzo.engines.hf_hub import load_config, quiet
+load_config(sys.argv[1])
+with quiet():
+    logging.getLogger("transformers.any").error("first\\nsecond \\x1b]0;owned\\x07 %s", "\\x9b")
+"""
+
+
+def test_what_transformers_says_of_a_model_is_not_shown_raw(workspace: Path) -> None:
+    model = workspace / "llama"
+    make_llama().config.save_pretrained(model)
+    rope = {"rope_type": "\x1b]0;warned\x07", "rope_theta": 10000.0}
+    change_json(model / "config.json", lambda found: found.update(rope_scaling=rope, rope_parameters=rope))
+    done = subprocess.run([sys.executable, "-c", SAY, str(model)], capture_output=True, timeout=patience(120))
+    assert done.returncode == 0
+    assert done.stderr.count(b"\n") == 1 and b"first second \\u001b]0;owned\\u0007 \\u009b" in done.stderr
+
+
+def test_a_panic_in_a_tokenizer_is_one_line(tiny_folder: str, tiny_data: str, workspace: Path) -> None:
+    model = copy_model(tiny_folder, workspace)
+    piece = {"SpecialToken": {"id": "<nowhere>", "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    template = {"type": "TemplateProcessing", "single": [piece, text], "pair": [text, text], "special_tokens": {}}
+    change_json(model / "tokenizer.json", lambda found: found.update(post_processor=template))
+    command = [sys.executable, "-m", "mezzo", *eval_command(model, tiny_data)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(120))
+    assert done.returncode == 2
+    assert done.stderr.startswith("mezzo: ") and done.stderr.count("\n") == 1, done.stderr
+    assert "cannot be loaded" in done.stderr
+
+
+def test_standard_error_is_delayed_but_not_lost_while_panics_are_caught(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        _say_and_interrupt()
+    os.write(2, b"said later\n")
+    assert capfd.readouterr().err == "said meanwhile\nsaid later\n"
+
+
+def _say_and_interrupt() -> None:
+    with caught_panics():
+        os.write(2, b"said meanwhile\n")
+        raise KeyboardInterrupt
