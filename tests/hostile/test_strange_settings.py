@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -14,13 +15,16 @@ from typing import Any
 import pytest
 import torch
 
+from mezzo.cli import main
+from mezzo.config import OPTIONS
 from mezzo.engines.panics import caught_panics
-from mezzo.errors import ModelError, TaskError
+from mezzo.errors import ConfigError, ModelError, TaskError
 from mezzo.runs.export import PREFIX_FORMAT, load_prefix
+from mezzo.runs.sweep import new_sweep
 from mezzo.tasks import get_task
 from mezzo.untrusted import read_settings
 from tests.conftest import make_llama
-from tests.hostile.files import copy_run, eval_command, read_json_lines, write_journal
+from tests.hostile.files import copy_run, eval_command, read_compact_header, read_json_lines, write_journal
 from tests.processes import patience
 
 Refusal = Callable[..., str]
@@ -184,3 +188,61 @@ def _say_and_interrupt() -> None:
     with caught_panics():
         os.write(2, b"said meanwhile\n")
         raise KeyboardInterrupt
+
+
+# ---- runs
+
+
+def test_a_sweep_has_a_greatest_number_of_runs(workspace: Path, expect_refusal: Refusal) -> None:
+    (workspace / "run").mkdir()
+    names = (
+        "lr",
+        "eps",
+        "alpha",
+        "clip",
+        "cache_mb",
+        "momentum",
+        "weight_decay",
+        "server_timeout",
+        "reward_mb",
+        "seed",
+    )
+    grid = {name: list(range(1, 400)) for name in names if name in OPTIONS}
+    (workspace / "run" / "sweep.json").write_text(json.dumps({"options": {}, "grid": grid}))
+    assert "10,000 are allowed" in expect_refusal("train", "--resume", str(workspace / "run"))
+    seeds = ",".join(map(str, range(10_001)))
+    assert "10,001 runs" in expect_refusal("train", "--seeds", seeds, "--out", str(workspace / "new"))
+
+
+def test_values_added_to_a_sweep_count_too(workspace: Path) -> None:
+    (workspace / "sweep.json").write_text(json.dumps({"options": {}, "grid": {"seed": list(range(10_000))}}))
+    with pytest.raises(ConfigError, match="10,001 runs"):
+        new_sweep(str(workspace), "x", {}, {"seed": [10_000]})
+
+
+def test_a_run_has_a_greatest_number_of_workers(workspace: Path, expect_refusal: Refusal) -> None:
+    (workspace / "c.toml").write_text("workers = 1025\n")
+    assert "workers must be at most 1024" in expect_refusal("train", "--config", str(workspace / "c.toml"))
+
+
+def test_credentials_in_the_task_of_a_journal_are_not_shared(valid_run: Path, workspace: Path) -> None:
+    run = copy_run(valid_run, workspace)
+    lines = read_json_lines(run / "journal.jsonl")
+    lines[0]["task"]["sample"] = {"text": "see http://user:hunter2@host/?key=hunter2"}
+    write_journal(run / "journal.jsonl", lines)
+    assert main(["export", str(run), "journal", "--out", str(run / "j.mezzo")]) == 0
+    assert main(["export", str(run), "model", "--out", str(run / "model")]) == 0
+    shared = [json.dumps(read_compact_header(run / "j.mezzo"))]
+    shared += [(run / "model" / name).read_text() for name in ("README.md", "mezzo.json")]
+    assert "see http://host/" in shared[0]
+    assert not [text for text in shared if "hunter2" in text]
+
+
+def test_no_template_is_suggested_by_a_model_that_gives_no_numbers(
+    tiny_folder: str, workspace: Path, expect_refusal: Refusal
+) -> None:
+    model = copy_model(tiny_folder, workspace)
+    change_json(model / "config.json", lambda found: found.update(layer_norm_eps=math.nan))
+    (workspace / "d.csv").write_text("text,label\n" + "a fine film,positive\na dull film,negative\n" * 20)
+    command = ["tasks", "suggest", str(workspace / "d.csv"), "--model", str(model), "--threads", "1", "--device", "cpu"]
+    assert "not finite numbers" in expect_refusal(*command)
