@@ -96,11 +96,26 @@ def read_settings(path: Path) -> Any:
     if path.suffix == ".json":
         return parse_json(text)
     if path.suffix in (".yaml", ".yml"):
-        return _read_yaml(text)
+        return _bounded(_read_yaml(text))
     words = _TOML_WORD.findall(_TOML_TEXT.sub("", text).replace(" ", "").replace("\t", ""))
     if any(word.count(".") >= MAX_DOTS for word in words):
         raise ValueError(f"a key has {MAX_DOTS} dots or more")
-    return tomllib.loads(text)
+    return _bounded(tomllib.loads(text))
+
+
+def _bounded(value: Any) -> Any:
+    """Settings as they are; ValueError for a key that is not text, or an integer that no float could hold."""
+    if isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:  # hexadecimal ones are parsed at any length
+        raise ValueError(f"a number has more than {MAX_DIGITS} digits")
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"the key {str(_bounded(key))[:80]} is not text; put it in quotes")
+            _bounded(inner)
+    elif isinstance(value, list | tuple | set):
+        for inner in value:
+            _bounded(inner)
+    return value
 
 
 def _read_yaml(text: str) -> Any:
@@ -117,3 +132,5 @@ def _read_yaml(text: str) -> Any:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
+    except (KeyError, AttributeError, IndexError, TypeError):  # a tag on what is not of its type, such as !!bool maybe
+        raise ValueError("a value is not of the type that its tag names") from None

@@ -66,7 +66,7 @@ class RunConfig:
         runs_code=bool, commands=(*USE, "tasks"), resumable=True, reopen="machine")
 
     workers: int | None = option("workers", None, "processes that share each step's forward passes [none: this process]",
-        at_least=1, resumable=True)
+        at_least=1, at_most=1024, resumable=True)
     ray_address: str | None = option("workers", None,
         "let Ray run the workers: an address, auto, or local for a Ray of its own",
         contacts=lambda address: bool(address) and address not in ("local", "auto"),

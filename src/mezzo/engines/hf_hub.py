@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -15,7 +16,9 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from mezzo.engines.architectures import positions_follow_padding
+from mezzo.engines.panics import caught_panics
 from mezzo.errors import ModelError, nearest
+from mezzo.untrusted import parse_json, printable, read_bytes
 
 if TYPE_CHECKING:  # it imports NumPy, and reading options must be quick
     from mezzo.types import Family
@@ -60,6 +63,24 @@ def _refuse_strange_files(folder: Path) -> None:
             raise ModelError(f"{file} is not a file; a model folder holds files only")
         if file.suffix == ".json" and file.is_file() and file.stat().st_size > MAX_JSON:
             raise ModelError(f"{file} has more than {MAX_JSON:,} bytes, which no model needs")
+    for index in folder.glob("*.index.json"):
+        _refuse_strange_parts(index)
+    for file in (folder / "additional_chat_templates").glob("*"):
+        if not file.is_file():
+            raise ModelError(f"{file} is not a file; this folder holds templates only")
+
+
+def _refuse_strange_parts(index: Path) -> None:
+    """The index of weights in several files may name pipes, and files of other folders. What else is wrong with it, the loader
+    says."""
+    try:
+        parts = set(map(str, parse_json(read_bytes(index, MAX_JSON))["weight_map"].values()))
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return
+    for part in sorted(parts):
+        file = index.parent / part
+        if Path(part).is_absolute() or ".." in Path(part).parts or (file.exists() and not file.is_file()):
+            raise ModelError(f"{index} names {part!r}, which is not a file in this folder")
 
 
 def needs_hub(name: str) -> bool:
@@ -92,9 +113,14 @@ def _has_tokenizer(folder: Path) -> bool:
 def load_config(name: str, remote_code: bool = False) -> Any:
     from transformers import AutoConfig
 
-    config = fetched(name, lambda path, **how: AutoConfig.from_pretrained(path, trust_remote_code=remote_code, **how))
+    with quiet():
+        config = fetched(
+            name, lambda path, **how: AutoConfig.from_pretrained(path, trust_remote_code=remote_code, **how)
+        )
     if "/" in str(asked := getattr(config, "_attn_implementation", None)) and not remote_code:
         raise ModelError(f"{name} asks for attention code from the hub ({asked}), which runs only with --remote-code")
+    if "/" in str(weights := getattr(config, "transformers_weights", None)):  # its folder was not looked at
+        raise ModelError(f"{name} has its weights in {str(weights)!r}; put them beside its config.json")
     return config
 
 
@@ -104,8 +130,9 @@ def load_tokenizer(name: str, remote_code: bool = False) -> Any:
     def tried(path: str, **how: Any) -> Any:
         bare = os.path.isdir(path) and not _has_tokenizer(Path(path))
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=remote_code, **how)
-            tokenizer.decode(tokenizer("A text.")["input_ids"])  # broken settings show only when it is used
+            with caught_panics():
+                tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=remote_code, **how)
+                tokenizer.decode(tokenizer("A text.")["input_ids"])  # broken settings show only when it is used
             if bare and len(tokenizer) <= len(tokenizer.added_tokens_decoder):
                 raise ValueError("a tokenizer of special tokens alone, which transformers makes up")
         except Exception:
@@ -117,7 +144,8 @@ def load_tokenizer(name: str, remote_code: bool = False) -> Any:
             ) from None
         return tokenizer
 
-    return fetched(name, tried)
+    with quiet():
+        return fetched(name, tried)
 
 
 def family_of(config: Any) -> Family:
@@ -196,18 +224,29 @@ def fetched(name: str, load: Callable[..., Any]) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """transformers without its own messages and bars; what matters is said by us."""
+    """transformers without its own messages and bars; what matters is said by us. Its errors, which may quote a model's files,
+    are one line that a terminal does not obey."""
     import transformers
 
     verbosity, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    handlers = logging.getLogger("transformers").handlers
+    for handler in handlers:
+        handler.addFilter(_make_harmless)
     try:
         yield
     finally:
+        for handler in handlers:
+            handler.removeFilter(_make_harmless)
         transformers.logging.set_verbosity(verbosity)
         if bars:
             transformers.logging.enable_progress_bar()
+
+
+def _make_harmless(record: logging.LogRecord) -> bool:
+    record.msg, record.args = printable(" ".join(record.getMessage().split("\n"))), ()
+    return True
 
 
 @cache

@@ -28,8 +28,8 @@ def open_journal(path: str | Path) -> Content:
     """The journal of a run folder, a journal.jsonl, or a compact journal; its header without credentials."""
     content = _read_any(Path(path))
     header = content.header
-    config, engine = values_without_credentials(header.config), values_without_credentials(header.engine)
-    return dataclasses.replace(content, header=dataclasses.replace(header, config=config, engine=engine))
+    harmless = {name: values_without_credentials(getattr(header, name)) for name in ("config", "engine", "task")}
+    return dataclasses.replace(content, header=dataclasses.replace(header, **harmless))
 
 
 def _read_any(path: Path) -> Content:

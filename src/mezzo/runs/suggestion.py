@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from mezzo.config import OPTIONS, RunConfig
 from mezzo.engines.hf_hub import family_of, load_config, load_tokenizer
-from mezzo.evaluation.evaluate import probabilities, score_prompts
+from mezzo.evaluation.evaluate import probabilities, refuse_nan, score_prompts
 from mezzo.runs.datasets import column_names, take_some, write_task
 from mezzo.runs.defaults import untrained_space
 from mezzo.runs.resolve import resolve_setup
@@ -72,7 +72,9 @@ def _compare_templates(config: RunConfig, proposal: Proposal, examples: list[Exa
         bits = {}
         for template in proposal.templates:
             tried = dataclasses.replace(setup, task=proposal.task.replace(template=template))
-            bits[template] = mutual_information(score_prompts(engine, tried.encode(examples), tried.readout))
+            scores = score_prompts(engine, tried.encode(examples), tried.readout)
+            refuse_nan(scores)
+            bits[template] = mutual_information(scores)
         return bits
     finally:
         engine.close()

@@ -6,8 +6,9 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from mezzo.untrusted import parse_json, read_bytes
 NAME = "sweep.json"
 # Where runs lie that had to start again; hidden, so that no comparison counts them.
 UNFINISHED = ".unfinished"
+# Runs of a sweep at most.
+MAX_RUNS = 10_000
 Point = dict[str, Any]
 Grid = Mapping[str, Sequence[Any]]
 
@@ -122,7 +125,14 @@ def parse_grid(seeds: str | Sequence[int] | None, axes: Sequence[str] | Mapping[
         named["seed"] = seeds.split(",") if isinstance(seeds, str) else list(seeds)
     if "seed" in named:
         named["seed"] = named.pop("seed")
+    _check_size({name: values for name, values in named.items() if isinstance(values, Sized)})
     return {known_name(name): _axis(known_name(name), values) for name, values in named.items()}
+
+
+def _check_size(grid: Mapping[str, Sized]) -> None:
+    if (runs := math.prod(max(1, len(values)) for values in grid.values())) > MAX_RUNS:
+        count = f"{runs:,}" if runs < 10**15 else "far too many"
+        raise ConfigError(f"the sweep has {count} runs, and {MAX_RUNS:,} are allowed: name fewer values")
 
 
 def _axis(name: str, values: Sequence[Any]) -> list[Any]:
@@ -148,6 +158,7 @@ def new_sweep(
         if stored != _plain(options) or set(earlier) != set(grid):
             raise ConfigError(f"{path} holds a sweep with other options; choose another --out, or go on with --resume")
         grid = {name: list(dict.fromkeys([*earlier[name], *grid[name]])) for name in grid}
+        _check_size(grid)
     elif path.is_dir() and any(path.iterdir()):
         raise ConfigError(f"--out {path} is not empty and holds no sweep; choose a new folder")
     sweep = Sweep(path, options, grid, function=function)

@@ -61,10 +61,20 @@ def _task_from(values: Mapping[str, Any], source: str, name: str = "custom") -> 
     for key in ("columns", "template"):
         if key not in values:
             raise TaskError(f"{source}: no {key!r}; a task needs columns, template, labels and words")
-    fields = {"name": name, **values}
-    if not isinstance(fields.get("id_order", ""), str | None):
-        fields |= {"id_orders": {**fields.get("id_orders", {}), "data": fields["id_order"]}, "id_order": "data"}
-    return Task(**fields)
+    try:
+        return Task(**_with_stated_order({"name": name, **values}))
+    except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
+        raise TaskError(f"{source}: a value of the task is not of its field's type: {error}") from None
+
+
+def _with_stated_order(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a task, a list in `id_order` declared as the order of its data."""
+    if isinstance(fields.get("id_order", ""), str | None):
+        return fields
+    orders = fields.get("id_orders", {})
+    if not isinstance(orders, Mapping):
+        raise TaskError(f"id_orders is {orders!r}; give a table")
+    return fields | {"id_orders": {**orders, "data": fields["id_order"]}, "id_order": "data"}
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from mezzo.errors import TaskError, join_names, nearest
-from mezzo.tasks import templates
+from mezzo.tasks import shapes, templates
 from mezzo.tasks.template_ast import Nodes
 from mezzo.types import Example, Family
 
@@ -68,8 +68,8 @@ class Task:
 
     def __post_init__(self) -> None:
         try:
-            json.dumps(dataclasses.astuple(self), ensure_ascii=False, skipkeys=True, default=str).encode()
             self._normalize()
+            json.dumps(dataclasses.astuple(self), ensure_ascii=False, skipkeys=True, default=str).encode()
             self._check()
         except UnicodeEncodeError:
             raise TaskError(f"task {self.name!r} holds half a character (a lone surrogate); correct its text") from None
@@ -161,19 +161,15 @@ class Task:
 
     def _normalize(self) -> None:
         """Lists become tuples; words may be given by label name."""
-        for name in ("name", "template", "label_column", "answer_end", "encoding"):
-            if not isinstance(getattr(self, name), str):
-                raise TaskError(f"{name} is {getattr(self, name)!r}; give a string")
-        for name in ("id_orders", "label_aliases", "column_aliases", "rewrite", "sample"):
-            if not isinstance(getattr(self, name), Mapping):
-                raise TaskError(f"{name} is {getattr(self, name)!r}; give a table")
+        shapes.check_shapes(self)
+        for name in ("columns", "labels", "candidates", "fill", "layout"):
+            object.__setattr__(self, name, shapes.as_strings(name, getattr(self, name)))
         if isinstance(self.words, Mapping):
-            object.__setattr__(self, "labels", self.labels or tuple(self.words))
+            object.__setattr__(self, "labels", self.labels or shapes.as_strings("labels", tuple(self.words)))
             object.__setattr__(self, "words", order_by_label(self.words, self.labels))
-        for name in ("columns", "labels", "words", "candidates", "fill", "layout"):
-            object.__setattr__(self, name, _strings(name, getattr(self, name)))
+        object.__setattr__(self, "words", shapes.as_strings("words", self.words))
         for name in ("id_orders", "column_aliases"):
-            table = {key: _strings(name, value) for key, value in getattr(self, name).items()}
+            table = {key: shapes.as_strings(name, value) for key, value in getattr(self, name).items()}
             object.__setattr__(self, name, table)
 
     def _check(self) -> None:
@@ -190,6 +186,9 @@ class Task:
         for name in ("columns", "labels", "words"):
             if repeated := [value for value, count in Counter(getattr(self, name)).items() if count > 1]:
                 raise TaskError(f"{repeated[0]!r} appears twice in {name}; each must be different")
+        if self.id_order is not None and self.id_order not in self.id_orders:
+            declared = ", ".join(self.id_orders) or "none"
+            raise TaskError(f"id_order {self.id_order!r} is not declared in id_orders ({declared})")
         if self.kind == "classification":
             self._check_labels()
         elif self.family == "masked":
@@ -208,9 +207,6 @@ class Task:
         for source, order in self.id_orders.items():
             if sorted(filter(None, order)) != sorted(self.labels):
                 raise TaskError(f"the id order of {source!r} is {order}; it must list each of {self.labels} once")
-        if self.id_order is not None and self.id_order not in self.id_orders:
-            declared = ", ".join(self.id_orders) or "none"
-            raise TaskError(f"id_order {self.id_order!r} is not declared in id_orders ({declared})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,12 +288,6 @@ def as_texts(value: Any) -> list[str]:
 def _lower_first_word(text: str) -> str:
     first, space, rest = text.strip().partition(" ")
     return text.strip() if first == "I" or first.startswith("I'") else first.lower() + space + rest
-
-
-def _strings(name: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise TaskError(f"{name} is {value!r}; give a list, such as ['text']")
-    return tuple(str(item) for item in value)
 
 
 def _to_plain(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from mezzo.engines.hf_hub import longest_input
 from mezzo.engines.torch.forward import prefix
 from mezzo.errors import ModelError
+from mezzo.untrusted import parse_json, read_bytes
 
 LARGEST_SETTINGS = 2**20
 
@@ -23,6 +23,8 @@ def put_prefix(model: nn.Module, folder: Path, format_: str) -> None:
     if settings.get("format") != format_:
         raise ModelError(f"{folder} is not a prefix that this mezzo reads: its format is {settings.get('format')!r}")
     device = next(model.parameters()).device
+    if (folder / "prefix.safetensors").exists() and not (folder / "prefix.safetensors").is_file():
+        raise ModelError(f"{folder}/prefix.safetensors is not a file")
     try:
         with safe_open(folder / "prefix.safetensors", framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -43,8 +45,7 @@ def put_prefix(model: nn.Module, folder: Path, format_: str) -> None:
 def _read_settings(folder: Path) -> dict[str, Any]:
     path = folder / "prefix_config.json"
     try:
-        with path.open("rb") as file:
-            settings = json.loads(file.read(LARGEST_SETTINGS))
+        settings = parse_json(read_bytes(path, LARGEST_SETTINGS))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
     return settings if isinstance(settings, dict) else {}
