@@ -1,0 +1,123 @@
+"""Names that no system takes, files that cannot be read, texts of megabytes: one line, and exit code 2."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from pathlib import Path
+
+import pytest
+
+from mezzo import api
+from mezzo.cli import main
+from mezzo.cli.error_line import MAX_CHARACTERS, error_line
+from tests.hostile.files import copy_run, read_json_lines, write_journal
+
+LONG = "a" * 5000
+
+
+def deny(monkeypatch: pytest.MonkeyPatch, folder: Path, number: int = errno.EACCES) -> None:
+    """Make a folder fail as one without permission does; root may read everything."""
+    real_stat, real_scandir, real_listdir = os.stat, os.scandir, os.listdir
+
+    def guard(real):
+        def call(path=".", *args, **kwargs):
+            inside = os.fspath(path) if not isinstance(path, int) else ""
+            if inside.startswith(f"{folder}/") or (inside == str(folder) and real is not real_stat):
+                raise OSError(number, os.strerror(number), inside)
+            return real(path, *args, **kwargs)
+
+        return call
+
+    for name, real in (("stat", real_stat), ("scandir", real_scandir), ("listdir", real_listdir)):
+        monkeypatch.setattr(os, name, guard(real))
+
+
+# ---- names of files
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["predict", "This film was a delight. " * 20],
+        ["eval", "--model", LONG],
+        ["train", "--train", LONG],
+        ["train", "--config", LONG],
+        ["train", "--resume", LONG],
+        ["report", LONG],
+        ["runs", LONG],
+        ["verify", LONG],
+        ["tasks", "suggest", LONG],
+    ],
+    ids=lambda command: " ".join(command)[:20],
+)
+def test_a_name_that_is_too_long_is_refused_in_one_line(command, expect_refusal, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("a text\n"))
+    message = expect_refusal(*command)
+    assert len(message) < MAX_CHARACTERS + 100
+
+
+def test_the_reason_stays_when_a_name_is_shortened(expect_refusal):
+    assert expect_refusal("runs", LONG).endswith(": File name too long\n")
+
+
+def test_a_long_model_name_in_a_journal_is_refused_in_one_line(valid_run, workspace, expect_refusal):
+    run = copy_run(valid_run, workspace)
+    lines = read_json_lines(run / "journal.jsonl")
+    lines[0]["config"]["model"] = LONG
+    write_journal(run / "journal.jsonl", lines)
+    for command in (["verify"], ["train", "--resume"]):
+        expect_refusal(*command, str(run))
+
+
+def test_export_to_a_name_that_is_too_long_is_refused(valid_run, workspace, expect_refusal):
+    run = copy_run(valid_run, workspace)
+    assert "File name too long" in expect_refusal("export", str(run), "journal", "--out", LONG)
+
+
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(workspace, capsys, monkeypatch):
+    (workspace / "closed").mkdir()
+    deny(monkeypatch, workspace / "closed", errno.EIO)
+    assert main(["eval", str(workspace / "closed")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("mezzo: ") and err.count("\n") == 1
+    assert "/closed/" in err and err.endswith(": Input/output error\n")
+
+
+def test_an_error_of_the_system_without_a_name_is_one_line(capsys, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(api, "verify", fail)
+    assert main(["verify", "run"]) == 1
+    assert capsys.readouterr().err == "mezzo: the operating system cannot read or write: Input/output error\n"
+
+
+# ---- texts
+
+
+def test_long_errors_keep_their_beginning_and_their_end():
+    line = error_line("beginning " + "x" * 15_000_000 + " end")
+    assert len(line) < MAX_CHARACTERS + 10
+    assert line.startswith("beginning ") and line.endswith(" end")
+
+
+def test_a_password_is_not_cut_in_two():
+    line = error_line("http://user:" + "secret" * 500 + "@host is not found")
+    assert "secret" not in line and "host is not found" in line
+
+
+def test_a_long_option_name_in_a_journal_gives_a_short_error(valid_run, workspace, expect_refusal):
+    run = copy_run(valid_run, workspace)
+    lines = read_json_lines(run / "journal.jsonl")
+    lines[0]["config"]["o" * 1_000_000] = 1
+    write_journal(run / "journal.jsonl", lines)
+    assert len(expect_refusal("train", "--resume", str(run))) < MAX_CHARACTERS + 100
+
+
+def test_an_unknown_option_is_shown_without_its_terminal_codes(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["runs", "--\x1b[31mred"])
+    assert exit.value.code == 2
+    assert "\x1b" not in capsys.readouterr().err
