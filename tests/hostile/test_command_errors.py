@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,40 @@ def test_an_error_of_the_system_without_a_name_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr(api, "verify", fail)
     assert main(["verify", "run"]) == 1
     assert capsys.readouterr().err == "mezzo: the operating system cannot read or write: Input/output error\n"
+
+
+# ---- several runs
+
+
+@pytest.fixture
+def two_folders(valid_run, workspace):
+    """A folder of a good run and, beside it, another folder."""
+    shutil.copytree(valid_run, workspace / "run" / "good")
+    (workspace / "run" / "odd").mkdir()
+    return workspace / "run"
+
+
+@pytest.mark.parametrize("command", ["runs", "report"])
+def test_an_unreadable_folder_does_not_hide_other_runs(command, two_folders, capsys, monkeypatch):
+    deny(monkeypatch, two_folders / "odd")
+    assert main([command, str(two_folders)]) == 0
+    out, err = capsys.readouterr()
+    assert "good" in out
+    assert err.count("\n") == 1 and "left out: " in err and "Permission denied" in err
+
+
+def test_an_unreadable_folder_that_is_named_is_an_error(two_folders, expect_refusal, monkeypatch):
+    deny(monkeypatch, two_folders / "odd")
+    assert "Permission denied" in expect_refusal("runs", str(two_folders / "odd"))
+
+
+def test_files_without_a_time_do_not_hide_a_run(valid_run, two_folders, capsys, monkeypatch):
+    (two_folders / "good" / "dangling.jsonl").symlink_to("nowhere")
+    assert main(["runs", str(two_folders)]) == 0
+    assert " 20" in capsys.readouterr().out  # the year of its other files
+    monkeypatch.setattr("time.localtime", lambda _: (_ for _ in ()).throw(OSError(75, "Value too large")))
+    assert main(["runs", str(two_folders)]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("–")
 
 
 # ---- texts
