@@ -13,6 +13,7 @@ import pytest
 from mezzo import api
 from mezzo.cli import main
 from mezzo.cli.error_line import MAX_CHARACTERS, error_line
+from mezzo.cli.rows import write_rows
 from tests.hostile.files import copy_run, read_json_lines, write_journal
 
 LONG = "a" * 5000
@@ -156,3 +157,10 @@ def test_an_unknown_option_is_shown_without_its_terminal_codes(capsys):
         main(["runs", "--\x1b[31mred"])
     assert exit.value.code == 2
     assert "\x1b" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("format", ["csv", "tsv"])
+def test_column_names_of_a_table_are_escaped_like_its_cells(format):
+    file = io.StringIO()
+    write_rows([{"a\x1b[31m": "b\x1b[31m"}], format, file)
+    assert file.getvalue() == "a\\u001b[31m\nb\\u001b[31m\n"
