@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import http.client
 import io
 import os
 import shutil
+import socket
+import threading
 from pathlib import Path
 
 import pytest
 
-from mezzo import api
+from mezzo import api, reports
 from mezzo.cli import main
 from mezzo.cli.error_line import MAX_CHARACTERS, error_line
 from mezzo.cli.rows import write_rows
@@ -164,3 +167,37 @@ def test_column_names_of_a_table_are_escaped_like_its_cells(format):
     file = io.StringIO()
     write_rows([{"a\x1b[31m": "b\x1b[31m"}], format, file)
     assert file.getvalue() == "a\\u001b[31m\nb\\u001b[31m\n"
+
+
+# ---- the live page
+
+
+@pytest.fixture
+def server(valid_run):
+    with reports.make_server([valid_run]) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_an_address_that_cannot_be_read_is_answered_with_400(server, capsys):
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=5) as connection:
+        connection.sendall(b"GET http://[x HTTP/1.1\r\nHost: 127.0.0.1:1\r\nConnection: close\r\n\r\n")
+        answer = connection.makefile("rb").readline()
+    assert b" 400 " in answer
+    assert capsys.readouterr().err == ""
+
+
+def test_a_page_that_cannot_be_made_is_one_line_and_no_traceback(server, capsys, monkeypatch):
+    def fail(*_, **__):
+        raise ZeroDivisionError("\x1b[31mboom")
+
+    monkeypatch.setattr("mezzo.reports.live.compare", fail)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=5)
+    connection.request("GET", server.url.split(str(server.server_port))[1])
+    with pytest.raises((http.client.HTTPException, OSError)):
+        connection.getresponse()
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "boom" in err and "\x1b" not in err
