@@ -99,6 +99,12 @@ def test_an_error_of_the_system_without_a_name_is_one_line(capsys, monkeypatch):
     assert capsys.readouterr().err == "mezzo: the operating system cannot read or write: Input/output error\n"
 
 
+def test_a_folder_is_refused_where_a_file_is_to_be_written(valid_run, workspace, expect_refusal):
+    run = copy_run(valid_run, workspace)
+    for command in (["report", str(run)], ["export", str(run), "journal"]):
+        assert "--out . is a folder; name a file" in expect_refusal(*command, "--out", ".")
+
+
 # ---- several runs
 
 
@@ -201,3 +207,17 @@ def test_a_page_that_cannot_be_made_is_one_line_and_no_traceback(server, capsys,
         connection.getresponse()
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "boom" in err and "\x1b" not in err
+
+
+# ---- exports
+
+
+@pytest.mark.parametrize("place", [("config", "model"), ("task", "name")])
+def test_a_model_card_does_without_what_the_header_does_not_say(valid_run, place):
+    from mezzo.journal.content import read
+    from mezzo.runs.model_card import model_card
+
+    content = read(valid_run)
+    table, name = place
+    del getattr(content.header, table)[name]
+    assert "unknown" in model_card("adapter", content.header, content.events, 4, 4)
