@@ -257,6 +257,8 @@ def export(
         target = Path(out) if out else Path(path) / "journal.mezzo"
         if at is not None:
             raise ConfigError("a compact journal holds the whole run; --at goes with adapter and model")
+        if target.is_dir():
+            raise ConfigError(f"--out {target} is a folder; name a file")
         start = read_start(content) if content.header.start else b""
         export_compact(content, target, best_step(content), start)
         return target

@@ -12,10 +12,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mezzo.cli.error_line import describe_os_error, error_line
 from mezzo.cli.parser import build_parser
 from mezzo.errors import MezzoError, MezzoWarning, is_out_of_memory
 from mezzo.journal.atomic_files import json_safe
-from mezzo.untrusted import printable, without_credentials
 
 # Load per core from which on a machine counts as busy.
 BUSY_LOAD = 0.75
@@ -62,8 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _discard_output()
         return 0
     except OSError as error:
-        if error.filename is not None or error.errno != errno.ENOSPC:
+        if error.errno is None:
             raise
+        if error.filename is not None:  # what the user named, or what is in it
+            _print_error(describe_os_error(error))
+            return 2
+        if error.errno != errno.ENOSPC:
+            _print_error(f"the operating system cannot read or write: {error.strerror}")
+            return 1
         _discard_output()
         _print_error("standard output cannot be written: no space left on its device")
         return 1
@@ -87,11 +93,11 @@ def _show_warnings() -> Iterator[None]:
 
 
 def _print_error(message: str) -> None:
-    _print_line(f"mezzo: {' '.join(message.split())}")
+    _print_line(f"mezzo: {message}")
 
 
 def _print_line(text: str) -> None:
-    print(printable(without_credentials(text)), file=sys.stderr, flush=True)
+    print(error_line(text), file=sys.stderr, flush=True)
 
 
 def _discard_output() -> None:

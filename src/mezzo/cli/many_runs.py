@@ -64,11 +64,10 @@ def runs(options: Namespace) -> Any:
 def _row(path: Path) -> dict[str, Any]:
     try:
         run = reports.read_run(path)
-    except MezzoError as error:  # one damaged folder must not hide the others
+    except (MezzoError, OSError) as error:  # one damaged folder must not hide the others
         return {**dict.fromkeys(COLUMNS, ""), "run": str(path), "verdict": f"unreadable: {error}"}
     metrics = run.metrics
     shown = metrics.final or run.best
-    written = max((file.stat().st_mtime for file in path.glob("*.jsonl")), default=0.0)
     texts = (
         str(path),
         str(run.header.task.get("name", "")),
@@ -77,9 +76,21 @@ def _row(path: Path) -> dict[str, Any]:
         f"{shown.split} {shown.metric} {format_figure(shown.value, shown.metric)}" if shown else "–",
         format_figure(metrics.zero_shot.value, metrics.zero_shot.metric) if metrics.zero_shot else "–",
         run.steps,
-        time.strftime("%Y-%m-%d %H:%M", time.localtime(written)),
+        _last_written(run.path),
     )
     return dict(zip(COLUMNS, texts, strict=True))
+
+
+def _last_written(folder: Path) -> str:
+    """The time of its newest file, of those that have one that can be told."""
+    return max(filter(None, map(_time_written, folder.glob("*.jsonl"))), default="–")
+
+
+def _time_written(file: Path) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(file.stat().st_mtime))
+    except (OSError, OverflowError, ValueError):  # a link to nothing, or a time that no calendar has
+        return ""
 
 
 def report(options: Namespace) -> Any:

@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any, NoReturn
 
 from mezzo import __version__
+from mezzo.cli.error_line import error_line
 from mezzo.config import OPTIONS, flatten, is_switch, option_names
 from mezzo.config.hints import similar_options
 from mezzo.config.option import Option
 from mezzo.errors import ConfigError, MezzoError, nearest
-from mezzo.untrusted import without_credentials
 
 GROUPS = {
     "model": "model and engine",
@@ -232,7 +232,7 @@ class Parser(argparse.ArgumentParser):
             word = message.split("invalid choice: ")[1].split(" (")[0].strip("'")
             choices = message.split("choose from ")[1].rstrip(")").replace("'", "").split(", ")
             message = f"{word!r} is not one of {', '.join(choices)}{nearest(word, choices)}"
-        self.exit(2, without_credentials(f"mezzo: {message} ('{self.prog} --help' explains)\n"))
+        self.exit(2, error_line(f"mezzo: {message} ('{self.prog} --help' explains)") + "\n")
 
 
 class ModelHelp(argparse.Action):

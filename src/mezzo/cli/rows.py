@@ -28,7 +28,7 @@ def write_rows(rows: Iterable[Mapping[str, Any]], format: str, file: TextIO) -> 
             row["probability"] = max(row.pop("probabilities").values())
         if header is None:
             header = list(row)
-            table.writerow(header)
+            table.writerow(_cell(name, file) for name in header)
         elif list(row) != header:
             raise DataError(
                 f"row {count} has other columns than the first, which a table cannot show; use --format jsonl"

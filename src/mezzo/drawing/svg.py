@@ -44,9 +44,8 @@ def render_svg(chart: Chart) -> str:
     """The complete picture; its height grows with the rows of the legend."""
     legend = _legend(chart)
     top = 10 + 18 * len(legend)
-    xs, ys = _values(chart)
-    x_low, x_high = _span(xs, not chart.bars)
-    y_ticks = ticks(*_span(ys, chart.from_zero))
+    x_low, x_high = _span([*chart.xs()], not chart.bars)
+    y_ticks = ticks(*_span([*chart.ys()], chart.from_zero))
     x_ticks = [tick for tick in ticks(x_low, x_high) if x_low <= tick <= x_high]
     axes = _Axes(x_low, x_high, y_ticks[0], y_ticks[-1], top)
     parts = [
@@ -71,14 +70,6 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [number * step for number in range(first, last + 1)]
-
-
-def _values(chart: Chart) -> tuple[list[float], list[float]]:
-    xs = [value for series in chart.series for value in series.x]
-    xs += [edge for left, right, _ in chart.bars for edge in (left, right)]
-    ys = [value for series in chart.series for value in (*series.y, *series.low, *series.high)]
-    ys += [baseline.y for baseline in chart.baselines] + [share for _, _, share in chart.bars]
-    return xs, ys
 
 
 def _span(values: Sequence[float], from_zero: bool) -> tuple[float, float]:

@@ -20,6 +20,8 @@ from mezzo.method.objectives import METRICS, cross_entropy, log_sum_exp
 from mezzo.types import Batch, Generation, Probe, Prompt, Readout
 
 Z95 = 1.959964
+# The largest figure of an evaluation, and the first count, that no run has: a file that claims one was forged.
+MAX_FIGURE, MAX_COUNT = 1e30, 2**53
 Labels = npt.NDArray[np.int64]
 
 

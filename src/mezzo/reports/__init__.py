@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mezzo.drawing.figure import has_matplotlib
+from mezzo.errors import ConfigError
 from mezzo.journal.atomic_files import write_atomically
 from mezzo.reports.comparison import Comparison, compare, find_runs
 from mezzo.reports.live import make_server
@@ -31,6 +32,8 @@ __all__ = [
 def write_page(paths: Sequence[str | Path], out: str | Path | None = None) -> tuple[Path, Comparison]:
     """Write the report to `out`; by default into the folder that is named, or for several into the current one. The figures of
     several runs are also written as CSV and JSON beside it."""
+    if out and Path(out).is_dir():
+        raise ConfigError(f"--out {out} is a folder; name a file")
     found = compare(paths)
     several = len(found.runs) > 1
     folder = Path(paths[0]) if several else found.runs[0].path

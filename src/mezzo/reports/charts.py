@@ -14,10 +14,10 @@ from functools import partial
 
 import numpy as np
 
-from mezzo.drawing import Baseline, Chart, Series
+from mezzo.drawing import Baseline, Chart, Series, drawable
 from mezzo.evaluation.figures import is_reward_metric
 from mezzo.reports.comparison import Comparison, Setting
-from mezzo.reports.metrics import RecordedEvaluation
+from mezzo.reports.metrics import RecordedEvaluation, finite_number
 from mezzo.reports.run_data import RunData
 
 # Most points of a line; more are aggregated, because no screen shows them.
@@ -31,7 +31,7 @@ JUDGED = ("before", "gain", "gain_error", "directions", "fitted", "judged", "eps
 
 def run_charts(run: RunData) -> list[Chart]:
     """Every chart there is data for, in the order of the page."""
-    return [chart for make in (_loss, _metric, _rewards, _judged, _slopes, _machine) for chart in make(run)]
+    return drawable([chart for make in (_loss, _metric, _rewards, _judged, _slopes, _machine) for chart in make(run)])
 
 
 def comparison_charts(runs: Sequence[RunData]) -> list[Chart]:
@@ -62,7 +62,7 @@ def comparison_charts(runs: Sequence[RunData]) -> list[Chart]:
         Chart("compare-metric", title, tuple(metric), percent=percent, x_label=label),
         Chart("compare-loss", "training loss", tuple(loss), x_label=label),
     )
-    return [chart for chart in charts if chart.series]
+    return drawable(chart for chart in charts if chart.series)
 
 
 def _mean_series(setting: Setting, colour: int, over_forwards: bool) -> Series | None:
@@ -76,6 +76,8 @@ def _mean_series(setting: Setting, colour: int, over_forwards: bool) -> Series |
         return None
     start, end = max(curve.x[0] for curve in curves), min(curve.x[-1] for curve in curves)
     x = sorted({place for curve in curves for place in curve.x if start <= place <= end})
+    if not x:  # the runs have no place in common
+        return None
     values = np.array([np.interp(x, curve.x, curve.y) for curve in curves])
     mean, spread = values.mean(axis=0), values.std(axis=0, ddof=1) if len(curves) > 1 else np.zeros(len(x))
     band = ((mean - spread).tolist(), (mean + spread).tolist()) if len(curves) > 1 else ((), ())
@@ -126,7 +128,7 @@ def _rewards(run: RunData) -> Iterator[Chart]:
     lines = [
         Series(name, *_aggregate(run, [r.notes.get(key, math.nan) for r in run.records])[:2], colour)
         for key, name, colour in names
-        if all(math.isfinite(r.notes.get(key, math.nan)) for r in run.records)
+        if all(finite_number(r.notes.get(key)) is not None for r in run.records)
     ]
     if lines:
         note = "root mean square over the directions of a step"
@@ -139,7 +141,9 @@ def _rewards(run: RunData) -> Iterator[Chart]:
 
 def _judged(run: RunData) -> Iterator[Chart]:
     """How the steps of solve went: their judges' loss, their gain, and their size."""
-    steps = [record for record in run.records if all(math.isfinite(record.notes.get(key, math.nan)) for key in JUDGED)]
+    steps = [
+        record for record in run.records if all(finite_number(record.notes.get(key)) is not None for key in JUDGED)
+    ]
     if run.method != "solve" or not steps:
         return
     x = [_x(run, record.step + 1, _over_forwards(run)) for record in steps]
@@ -187,7 +191,8 @@ def _slope_histogram(run: RunData) -> Iterator[Chart]:
     count = 24 if len(slopes) > 100 else 12
     heights = [0] * count
     for value in slopes:
-        heights[min(count - 1, max(0, int((value / limit + 1) / 2 * count)))] += 1
+        share = (min(1.0, max(-1.0, value / limit)) + 1) / 2
+        heights[min(count - 1, int(share * count))] += 1
     width = 2 * limit / count
     bars = tuple((-limit + i * width, -limit + (i + 1) * width, h / len(slopes)) for i, h in enumerate(heights))
     note = f"{run.zero_slope_share:.1%} of steps had slope zero"

@@ -18,7 +18,7 @@ from typing import Any
 from mezzo.config import OPTIONS
 from mezzo.errors import JournalError, MezzoWarning
 from mezzo.evaluation.figures import format_figure, is_reward_metric
-from mezzo.journal.atomic_files import json_safe
+from mezzo.journal.atomic_files import explain_os_errors, json_safe
 from mezzo.journal.content import NAME as JOURNAL
 from mezzo.reports.html import plain_text
 from mezzo.reports.metrics import finite_number
@@ -65,7 +65,7 @@ class Setting:
     @property
     def deviation(self) -> float | None:
         """The sample standard deviation over seeds; runs of one seed say nothing about chance."""
-        seeds = {tuple(run.config.get(name) for name in SEEDS) for run in self.runs if run.metrics.final}
+        seeds = {tuple(_text(run.config.get(name)) for name in SEEDS) for run in self.runs if run.metrics.final}
         return statistics.stdev(self.figures) if len(seeds) > 1 else None
 
     @property
@@ -166,7 +166,7 @@ def compare(paths: Sequence[str | Path]) -> Comparison:
     for path in find_runs(paths):
         try:
             found.append(read_run(path))
-        except JournalError as error:
+        except (JournalError, OSError) as error:
             if path in named:
                 raise
             damaged = str(error)
@@ -184,7 +184,8 @@ def find_runs(paths: Sequence[str | Path]) -> list[Path]:
     """The run folders among and below these; a folder without any is an error."""
     found: dict[Path, None] = {}
     for path in map(Path, paths):
-        inside = [path] if _is_run(path) else list(_runs_below(path, MAX_DEPTH))
+        with explain_os_errors(path):
+            inside = [path] if _is_run(path) else _runs_in(path, MAX_DEPTH)
         if not inside:
             Folder.open(path)  # says what is wrong with it
             raise JournalError(f"{path} holds no runs")
@@ -196,12 +197,23 @@ def _is_run(path: Path) -> bool:
     return path.name == JOURNAL or (path / JOURNAL).is_file()
 
 
-def _runs_below(path: Path, depth: int) -> list[Path]:
+def _runs_in(path: Path, depth: int) -> list[Path]:
+    """The runs below a folder that can be read."""
     if not path.is_dir() or depth == 0:
         return []
     inside = sorted(each for each in path.iterdir() if not each.name.startswith("."))
-    folders = [each for each in inside if each.is_dir() and not each.is_symlink()]
-    return [run for each in folders for run in ([each] if holds_run(each) else _runs_below(each, depth - 1))]
+    return [run for each in inside for run in _runs_at(each, depth - 1)]
+
+
+def _runs_at(path: Path, depth: int) -> list[Path]:
+    """The run in this folder, or those below it. One that cannot be read must not hide the others."""
+    try:
+        if path.is_symlink() or not path.is_dir():
+            return []
+        return [path] if holds_run(path) else _runs_in(path, depth)
+    except (JournalError, OSError) as error:
+        warnings.warn(f"left out: {error}", MezzoWarning, stacklevel=2)
+        return []
 
 
 def _figures(run: RunData) -> dict[str, Any]:

@@ -16,10 +16,13 @@ from urllib.parse import parse_qs, urlsplit
 from mezzo.errors import ConfigError, MezzoError
 from mezzo.reports.comparison import compare
 from mezzo.reports.page import render_page
+from mezzo.untrusted import printable
 
 LOOPBACK = "127.0.0.1"
 # Connections at the same time, and seconds that one may last. A page needs one every two seconds.
 MAX_CLIENTS, MAX_SECONDS = 16, 10.0
+# Of an error that is shown.
+MAX_CHARACTERS = 300
 
 
 class PageServer(ThreadingHTTPServer):
@@ -62,16 +65,21 @@ class PageServer(ThreadingHTTPServer):
                     self._started.pop(request, None)  # it has ended meanwhile
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is not our error."""
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handle_error(request, client_address)
+        """Say it in one line. A client that hangs up is not our error."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            print(f"a request for the report failed: {printable(repr(error))[:MAX_CHARACTERS]}", file=sys.stderr)
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
 
     def do_GET(self) -> None:
-        address = urlsplit(self.path)
+        try:
+            address = urlsplit(self.path)
+        except ValueError:  # such as http://[x
+            self._respond(400, "text/plain", b"this address cannot be read\n")
+            return
         # Another site could point its own host name at this address (DNS rebinding): accept our own names only.
         host = (self.headers.get("Host") or "").rpartition(":")[0]
         if host not in (LOOPBACK, "localhost"):
@@ -81,11 +89,15 @@ class _Handler(BaseHTTPRequestHandler):
         elif address.path != "/":
             self._respond(404, "text/plain", b"the report is at /\n")
         else:
-            try:
-                page = render_page(compare(self.server.paths).runs, live=True)
-                self._respond(200, "text/html", page.encode())
-            except MezzoError as error:
-                self._respond(500, "text/plain", f"{error}\n".encode(errors="replace"))
+            self._respond_with_page()
+
+    def _respond_with_page(self) -> None:
+        try:
+            page = render_page(compare(self.server.paths).runs, live=True)
+        except (MezzoError, OSError) as error:
+            self._respond(500, "text/plain", f"{error}\n".encode(errors="replace"))
+        else:
+            self._respond(200, "text/html", page.encode())
 
     def _respond(self, code: int, content_type: str, body: bytes) -> None:
         self.send_response(code)

@@ -1,6 +1,6 @@
 """The content of metrics.jsonl. All parsing of its events for reports is here.
 
-The file may be untrusted or half written: anything that is not a finite number is left out.
+The file may be untrusted or half written: anything that is not a finite number of a plausible size is left out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mezzo.evaluation.evaluate import Evaluation
+from mezzo.evaluation.evaluate import MAX_COUNT, MAX_FIGURE, Evaluation
 from mezzo.evaluation.rewards import REWARD_METRICS
 from mezzo.method.objectives import METRICS
 from mezzo.reports.sampling import Sample
@@ -93,9 +93,8 @@ class Metrics:
                 self.commands.append(_text(event))
 
     def _see_step(self, event: Event) -> None:
-        step, seconds, memory, spent = (
-            finite_number(event.get(key)) for key in ("step", "seconds", "memory_mib", "spent")
-        )
+        seconds, memory = (finite_number(event.get(key)) for key in ("seconds", "memory_mib"))
+        step, spent = (whole_count(event.get(key)) for key in ("step", "spent"))
         if step is None:
             return
         if seconds is not None:
@@ -136,26 +135,29 @@ class Metrics:
 
 
 def finite_number(value: Any) -> float | None:
-    """A finite number, or None for anything else."""
+    """A finite number that can still be added up and drawn, or None for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an integer that no float holds
-        return None
+    return float(value) if abs(value) <= MAX_FIGURE else None  # NaN is not
+
+
+def whole_count(value: Any) -> float | None:
+    """A count of steps, examples or forwards, or None for anything else."""
+    number = finite_number(value)
+    return number if number is not None and 0 <= number < MAX_COUNT else None
 
 
 def _parse_evaluation(event: Event, split: str) -> RecordedEvaluation | None:
     interval = event.get("interval")
     low, high = map(finite_number, interval if isinstance(interval, list) and len(interval) == 2 else (None, None))
-    step, value, n = (finite_number(event.get(key)) for key in ("step", "value", "n"))
-    if step is None or value is None or low is None or high is None:
+    value, step, n = finite_number(event.get("value")), whole_count(event.get("step")), whole_count(event.get("n") or 0)
+    if step is None or value is None or n is None or low is None or high is None:
         return None
     accuracy, loss, calibrated = (finite_number(event.get(key)) for key in ("accuracy", "loss", "calibrated"))
     metric = next((name for name in (*METRICS, *REWARD_METRICS) if name == event.get("metric")), "accuracy")
     accuracy, loss = (math.nan if figure is None else figure for figure in (accuracy, loss))
-    figures = (metric, value, (low, high), accuracy, loss, int(n or 0), calibrated)
-    return RecordedEvaluation(*figures, int(finite_number(event.get("failed")) or 0), split, int(step))
+    figures = (metric, value, (low, high), accuracy, loss, int(n), calibrated)
+    return RecordedEvaluation(*figures, int(whole_count(event.get("failed")) or 0), split, int(step))
 
 
 def _text(event: Event) -> str:

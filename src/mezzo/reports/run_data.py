@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from mezzo.journal.content import Content, read
 from mezzo.journal.header import Header
 from mezzo.journal.journal import is_in_use
 from mezzo.journal.lines import EVENTS
-from mezzo.reports.metrics import Metrics, RecordedEvaluation, finite_number
+from mezzo.reports.metrics import Metrics, RecordedEvaluation, finite_number, whole_count
 from mezzo.reports.sampling import Sample, Totals
 from mezzo.runs.folder import METRICS, Folder
 from mezzo.runs.progress import RunProgress, replay_progress
@@ -126,7 +125,8 @@ def read_run(path: str | Path) -> RunData:
     metrics, running = Metrics(events), is_in_use(folder.path)
     records, moves, zero_slopes = Sample[StepRecord](), 0, 0
     for record in journal.records:
-        if record.losses and all(map(math.isfinite, (*record.losses, *record.slopes, record.lr))):
+        numbers = (*record.losses, *record.slopes, record.lr)
+        if record.losses and all(finite_number(number) is not None for number in numbers):
             records.add(record)
             moves += not record.update.empty
             zero_slopes += not any(record.slopes)
@@ -150,14 +150,12 @@ def read_run(path: str | Path) -> RunData:
 def _count_forwards(journal: Content, metrics: Metrics) -> Totals:
     """What the metrics and the evaluations say, else what the records do."""
     said = dict(metrics.spent)
-    said |= {
-        event["step"]: spent for event in journal.events if (spent := finite_number(event.get("spent"))) is not None
-    }
+    said |= {event["step"]: spent for event in journal.events if (spent := whole_count(event.get("spent"))) is not None}
     known, last, total = Sample[tuple[int, float]](), {0: 0.0}, 0.0
     for record in journal.records if journal.steps and journal.records[0].notes else ():  # those of solve have notes
-        forwards = record.notes.get("forwards", math.nan)
-        total = said.get(record.step + 1, total + forwards if math.isfinite(forwards) else total)
-        if math.isfinite(forwards):
+        forwards = whole_count(record.notes.get("forwards"))
+        total = said.get(record.step + 1, total + (forwards or 0.0))
+        if forwards is not None:
             known.add((record.step + 1, total))
             last = {record.step + 1: total}
     return Totals({0: 0.0, **dict(known.items), **last, **said})

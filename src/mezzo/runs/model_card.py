@@ -20,21 +20,22 @@ LIBRARY = {"adapter": "peft", "model": "transformers"}
 PEFT = ("from peft import PeftModel", "PeftModel.from_pretrained")
 # What is said of a method, and what it needs; of all others, MeZO and forward passes.
 METHODS = {"es": ("evolution strategies", "forward passes only"), "adam": ("AdamW", "gradients")}
+# For what the journal's header, which may be a stranger's, does not say.
+UNKNOWN = "unknown"
 AUTO = {"masked": "AutoModelForMaskedLM", "causal": "AutoModelForCausalLM"}
 
 
 def model_card(kind: str, header: Header, events: Sequence[Mapping[str, Any]], step: int, steps: int) -> str:
     """The card's text. `events` are the run's metrics, where there are any: a compact journal has none."""
-    config, task = header.config, header.task
+    config, task, model = header.config, header.task, _model(header.config)
+    space, name = str(config.get("space", UNKNOWN)), str(header.task.get("name", UNKNOWN))
     how, passes = METHODS.get(str(config.get("method")), ("MeZO", "forward passes only"))
     lines = [
-        *_front(
-            "mezzo" if config["space"] == "prefix" else LIBRARY[kind], str(config["model"]), _index(task, events, step)
-        ),
-        f"# {_quote(task['name'])}: {_quote(_short(str(config['model'])))} after {step} steps of {how}",
+        *_front("mezzo" if space == "prefix" else LIBRARY[kind], model, _index(task, events, step)),
+        f"# {_quote(name)}: {_quote(_short(model))} after {step} steps of {how}",
         "",
-        f"Fine-tuned with {passes} by mezzo {__version__}: {_quote(config['space'])} trained on the task "
-        f"{_quote(task['name'])}, journal position {step} of {steps}.",
+        f"Fine-tuned with {passes} by mezzo {__version__}: {_quote(space)} trained on the task "
+        f"{_quote(name)}, journal position {step} of {steps}.",
         "",
         "## Results",
         *_results(events, step),
@@ -46,7 +47,7 @@ def model_card(kind: str, header: Header, events: Sequence[Mapping[str, Any]], s
         _loading(kind, config, header.family, header.classes),
         "",
         f"The prompt is part of the model: it was trained with the template{_framing(config)}",
-        *(f"    {printable(line)}" for line in ("", *str(task["template"]).splitlines(), "")),
+        *(f"    {printable(line)}" for line in ("", *str(task.get("template", UNKNOWN)).splitlines(), "")),
         "and the words " + ", ".join(f"{_quote(a)} → {_quote(b)}" for a, b in _words(task)) + "."
         if _words(task)
         else "",
@@ -55,10 +56,14 @@ def model_card(kind: str, header: Header, events: Sequence[Mapping[str, Any]], s
     return "\n".join(lines)
 
 
+def _model(config: Mapping[str, Any]) -> str:
+    return str(config.get("model", UNKNOWN))
+
+
 def _front(library: str, model: str, index: list[str]) -> list[str]:
     """What a model hub reads; a folder of this machine is not named there."""
     ours = os.path.isabs(model) or model.startswith((".", BUNDLED))
-    known = [] if ours else [f"base_model: {json.dumps(_short(model))}"]
+    known = [] if ours or model == UNKNOWN else [f"base_model: {json.dumps(_short(model))}"]
     return ["---", f"library_name: {library}", *known, "tags: [mezo, zeroth-order, mezzo]", *index, "---", ""]
 
 
@@ -72,9 +77,10 @@ def _index(task: Mapping[str, Any], events: Sequence[Mapping[str, Any]], step: i
     if not metrics:
         return []
     kind = "text-generation" if task.get("kind") == "generation" else "text-classification"
-    data = {"name": str(task["name"]), "type": str(task["name"])}
+    name = str(task.get("name", UNKNOWN))
+    data = {"name": name, "type": name}
     result = {"task": {"type": kind}, "dataset": data, "metrics": metrics}
-    return [f"model-index: {printable(json.dumps([{'name': str(task['name']), 'results': [result]}]))}"]
+    return [f"model-index: {printable(json.dumps([{'name': name, 'results': [result]}]))}"]
 
 
 def _tested(
@@ -160,7 +166,7 @@ def _method(config: Mapping[str, Any], header: Header) -> list[str]:
     options = {name: config[name] for name in names if config.get(name) is not None}
     options |= telling_options(config, header.task)
     return [
-        *("| option | |", "|---|---|", f"| base model | {_quote(_short(str(config['model'])))} |"),
+        *("| option | |", "|---|---|", f"| base model | {_quote(_short(_model(config)))} |"),
         *(f"| {name.replace('_', ' ')} | {_quote(option_text(value))} |" for name, value in options.items()),
         f"| base digest | `{header.base[:16]}` |",
     ]
@@ -178,7 +184,7 @@ def _framing(config: Mapping[str, Any]) -> str:
 
 def _loading(kind: str, config: Mapping[str, Any], family: str, classes: int) -> str:
     """Code that loads it. What it takes from the journal, which may be a stranger's, is quoted, never code."""
-    model = str(config["model"])
+    model = _model(config)
     auto = "AutoModelForSequenceClassification" if classes else AUTO[family]
     if kind == "model":
         return f"""```python
@@ -191,7 +197,7 @@ tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")
     base = f"locate({name})" if model.startswith(BUNDLED) else name
     labels = f", num_labels={classes}" if classes else ""
     found = "from mezzo.engines.hf_hub import locate\n" if model.startswith(BUNDLED) else ""
-    imported, put = ("from mezzo import load_prefix", "load_prefix") if config["space"] == "prefix" else PEFT
+    imported, put = ("from mezzo import load_prefix", "load_prefix") if config.get("space") == "prefix" else PEFT
     return f"""```python
 {found}{imported}
 from transformers import {auto}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mezzo.errors import JournalError
-from mezzo.evaluation.evaluate import Evaluation, rank
+from mezzo.evaluation.evaluate import MAX_COUNT, MAX_FIGURE, Evaluation, rank
 from mezzo.journal.content import Content
 from mezzo.runs.outcome import Assessment, read_answers
 from mezzo.tasks import Task
@@ -53,7 +54,7 @@ def _parse(event: Mapping[str, Any], content: Content) -> Evaluation:
         figures = {name: float(event[name]) for name in ("value", "accuracy", "loss")}
         calibrated = None if event["calibrated"] is None else float(event["calibrated"])
         low, high = (float(end) for end in event["interval"])
-        return Evaluation(
+        found = Evaluation(
             metric=str(event["metric"]),
             interval=(low, high),
             n=int(event["n"]),
@@ -63,6 +64,17 @@ def _parse(event: Mapping[str, Any], content: Content) -> Evaluation:
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise JournalError(f"{content.path} has an evaluation without {error}; it was not written by mezzo") from None
+    _refuse_impossible(found, content)
+    return found
+
+
+def _refuse_impossible(found: Evaluation, content: Content) -> None:
+    """Figures of a run that diverged may be infinite or NaN; none is a number of this size."""
+    if not 0 <= found.n < MAX_COUNT:
+        raise JournalError(f"{content.path} has an evaluation on {found.n:.3g} examples; it was not written by mezzo")
+    for figure in (found.value, *found.interval, found.calibrated):
+        if figure is not None and math.isfinite(figure) and abs(figure) > MAX_FIGURE:
+            raise JournalError(f"{content.path} has an evaluation of {figure:.3g}; it was not written by mezzo")
 
 
 def _count(event: Mapping[str, Any], content: Content) -> int:
