@@ -235,7 +235,7 @@ def test_report_errors_are_one_line(finished, tmp_path, capsys):
             "--port",
             str(other_server.server_port),
         ): "cannot be used: Address already in use",
-        ("report", str(finished), "--out", str(finished)): "Is a directory",
+        ("report", str(finished), "--out", str(finished)): "is a folder; name a file",
     }
     for arguments, message in cases.items():
         assert main(list(arguments)) == 2
