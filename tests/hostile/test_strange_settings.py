@@ -23,6 +23,7 @@ from mezzo.errors import ConfigError, ModelError, TaskError
 from mezzo.runs.export import PREFIX_FORMAT, load_prefix
 from mezzo.runs.sweep import new_sweep
 from mezzo.tasks import get_task
+from mezzo.types import Example
 from mezzo.untrusted import read_settings
 from tests.conftest import make_llama
 from tests.hostile.files import copy_run, eval_command, read_compact_header, read_json_lines, write_journal
@@ -98,6 +99,13 @@ def test_a_text_of_a_task_has_a_greatest_length(changes: dict[str, Any]) -> None
     get_task(plain)
     with pytest.raises(TaskError, match="characters; 100,000 are allowed"):
         get_task(plain | changes)
+
+
+def test_a_rewrite_cannot_multiply_a_text() -> None:
+    rewrite = {"text": {first: second * 1000 for first, second in ("ab", "bc", "cd", "de")}}
+    plain = {"columns": ["text"], "template": "{text} [MASK]", "labels": ["a", "b"], "words": ["bad", "good"]}
+    with pytest.raises(TaskError, match="far longer"):
+        get_task(plain | {"rewrite": rewrite}).texts(Example({"text": "a"}))
 
 
 # ---- model folders
