@@ -17,11 +17,13 @@ import torch
 
 from mezzo.cli import main
 from mezzo.config import OPTIONS
+from mezzo.config.reading import from_file
 from mezzo.engines.panics import caught_panics
 from mezzo.errors import ConfigError, ModelError, TaskError
 from mezzo.runs.export import PREFIX_FORMAT, load_prefix
 from mezzo.runs.sweep import new_sweep
 from mezzo.tasks import get_task
+from mezzo.types import Example
 from mezzo.untrusted import read_settings
 from tests.conftest import make_llama
 from tests.hostile.files import copy_run, eval_command, read_compact_header, read_json_lines, write_journal
@@ -97,6 +99,13 @@ def test_a_text_of_a_task_has_a_greatest_length(changes: dict[str, Any]) -> None
     get_task(plain)
     with pytest.raises(TaskError, match="characters; 100,000 are allowed"):
         get_task(plain | changes)
+
+
+def test_a_rewrite_cannot_multiply_a_text() -> None:
+    rewrite = {"text": {first: second * 1000 for first, second in ("ab", "bc", "cd", "de")}}
+    plain = {"columns": ["text"], "template": "{text} [MASK]", "labels": ["a", "b"], "words": ["bad", "good"]}
+    with pytest.raises(TaskError, match="far longer"):
+        get_task(plain | {"rewrite": rewrite}).texts(Example({"text": "a"}))
 
 
 # ---- model folders
@@ -220,9 +229,8 @@ def test_values_added_to_a_sweep_count_too(workspace: Path) -> None:
         new_sweep(str(workspace), "x", {}, {"seed": [10_000]})
 
 
-def test_a_run_has_a_greatest_number_of_workers(workspace: Path, expect_refusal: Refusal) -> None:
-    (workspace / "c.toml").write_text("workers = 1025\n")
-    assert "workers must be at most 1024" in expect_refusal("train", "--config", str(workspace / "c.toml"))
+def test_a_run_has_a_greatest_number_of_workers(expect_refusal: Refusal) -> None:
+    assert "workers must be at most 1024" in expect_refusal("train", "--workers", "1025")
 
 
 def test_credentials_in_the_task_of_a_journal_are_not_shared(valid_run: Path, workspace: Path) -> None:
@@ -246,3 +254,15 @@ def test_no_template_is_suggested_by_a_model_that_gives_no_numbers(
     (workspace / "d.csv").write_text("text,label\n" + "a fine film,positive\na dull film,negative\n" * 20)
     command = ["tasks", "suggest", str(workspace / "d.csv"), "--model", str(model), "--threads", "1", "--device", "cpu"]
     assert "not finite numbers" in expect_refusal(*command)
+
+
+def test_more_workers_than_cores_are_named_again(valid_run: Path, workspace: Path, expect_refusal: Refusal) -> None:
+    count = (os.cpu_count() or 1) + 8
+    (workspace / "c.toml").write_text(f"workers = {count}\n")
+    assert "give --workers N" in expect_refusal("train", "--config", str(workspace / "c.toml"))
+    assert from_file(workspace / "c.toml", given=["workers"]) == {}
+    (workspace / "c.toml").write_text("workers = 8\n")
+    assert from_file(workspace / "c.toml") == {"workers": 8}
+    run = copy_run(valid_run, workspace)
+    change_json(run / "config.json", lambda found: found.update(workers=count))
+    assert f"this run used --workers {count}" in expect_refusal("train", "--resume", str(run))

@@ -55,6 +55,8 @@ class Option:
     """A network address. It is stored with the run, so it must not hold credentials."""
     runs_code: Callable[[Any], bool] | None = None
     """Whether a value runs code that does not come with this package."""
+    exhausts: Callable[[Any], bool] | None = None
+    """Whether a value may be more than this machine can run."""
     placeholder: str = ""
     """What stands for the value where a message says how to name it on the command line."""
 
@@ -72,7 +74,7 @@ class Option:
 
     def unsafe(self, value: Any) -> bool:
         """Whether only the user may set this value: a file or a journal may come from a stranger."""
-        return any(danger is not None and danger(value) for danger in (self.contacts, self.runs_code))
+        return any(danger is not None and danger(value) for danger in (self.contacts, self.runs_code, self.exhausts))
 
     def check(self, value: Any) -> None:
         """Raise ConfigError for a value outside the bounds or the choices."""

@@ -7,6 +7,7 @@ value is what the run folder keeps.
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from mezzo.engines.hf_hub import needs_hub
 # The commands that use a model without training it.
 USE = ("eval", "predict", "signal")
 LARGEST_SEED = 2**63 - 1
+# Processes that any machine can run.
+FEW_WORKERS = 8
 # Data of the hub, which must be asked for it.
 HUB_DATA: dict[str, Any] = {
     "contacts": lambda source: str(source).startswith("hub:"),
@@ -66,7 +69,8 @@ class RunConfig:
         runs_code=bool, commands=(*USE, "tasks"), resumable=True, reopen="machine")
 
     workers: int | None = option("workers", None, "processes that share each step's forward passes [none: this process]",
-        at_least=1, at_most=1024, resumable=True)
+        at_least=1, at_most=1024, exhausts=lambda count: count is not None and count > max(FEW_WORKERS, os.cpu_count() or 1),
+        placeholder="N", resumable=True)
     ray_address: str | None = option("workers", None,
         "let Ray run the workers: an address, auto, or local for a Ray of its own",
         contacts=lambda address: bool(address) and address not in ("local", "auto"),

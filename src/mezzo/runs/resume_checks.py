@@ -96,9 +96,10 @@ def check_same_objective(recorded: str, function: Function | None, name: str | N
 
 def check_named_again(remembered: dict[str, Any], given: dict[str, Any]) -> None:
     """What contacts other machines must be named again: a run folder, which may be anybody's, must not choose where prompts,
-    weights and figures go, what is asked of the hub, nor whose Ray cluster sends code to this machine."""
+    weights and figures go, what is asked of the hub, nor whose Ray cluster sends code to this machine. Nor does it choose
+    to start more processes than this machine has cores."""
     for option in unnamed_options(remembered, given):
-        if option.contacts:
+        if option.contacts or option.exhausts:
             again = "name it again, or another, to resume" if option.resumable else "name it again to resume"
             used = without_credentials(f"{option.flag} {remembered[option.name]!r}")
             raise ConfigError(f"this run used {used}; {again}: {option.flag} {option.placeholder}")

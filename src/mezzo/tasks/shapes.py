@@ -10,6 +10,8 @@ from mezzo.errors import TaskError
 
 # Characters of one value of a task: each is tokenised as a whole, before anything is cut.
 MAX_TEXT = 100_000
+# Characters that one replacement of `rewrite` may put into a text: several of them could multiply it.
+MAX_REWRITTEN = 10_000_000
 TEXTS = ("name", "template", "label_column", "answer_end", "encoding", "family", "kind", "metric")
 LISTS = ("columns", "labels", "candidates", "fill", "layout")
 TABLES = ("id_orders", "label_aliases", "column_aliases", "rewrite", "sample")

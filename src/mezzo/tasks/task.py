@@ -105,6 +105,8 @@ class Task:
             raise TaskError(f"task {self.name!r}: the example has no {column!r}, only {', '.join(example.fields)}")
         text = str(example.fields[column])
         for old, new in self.rewrite.get(column, {}).items():
+            if text.count(old) * len(new) > shapes.MAX_REWRITTEN:
+                raise TaskError(f"task {self.name!r}: rewrite makes a text of {column} far longer than the data's")
             text = text.replace(old, new)
         return text
 
