@@ -138,6 +138,7 @@ def test_full_training_is_that_of_torch(options, tmp_path, tiny_folder):
         ({"eps": 1e-3}, "--method adam has no --eps"),
         ({"engine": "sglang"}, "one process of the torch engine"),
         ({"workers": 2}, "one process of the torch engine"),
+        ({"lr": 1e38}, "--lr 1e\\+38 is more than AdamW can compute with"),
     ],
 )
 def test_what_adam_cannot_do_is_refused(changes, reason, options):

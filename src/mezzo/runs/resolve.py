@@ -19,6 +19,7 @@ from mezzo.runs.setup import Setup, make_space
 from mezzo.tasks import Task
 from mezzo.tasks.tokenizer import TokenizerWrapper
 
+LARGEST_ADAM_RATE = 1e6
 # Tokens of a prompt with its demonstrations, as published.
 LONGEST_PROMPT = 2048
 
@@ -43,7 +44,7 @@ def resolve_setup(config: RunConfig, task: Task | None = None, function: Any = N
         raise ConfigError(f"a reward reads generated text, which {config.model} does not produce: use a causal model")
     config = apply_defaults(config, family, rewards)
     parse_budget(config.budget)
-    _refuse_full_decay(config)
+    _refuse_extreme_rate(config)
     keeping = "--quantize" if config.quantize else "--offload" if config.offload else ""
     if keeping and config.space not in ADAPTERS:
         raise ConfigError(
@@ -94,9 +95,11 @@ def _max_length(config: RunConfig, task: Task, longest: int | None, tokenizer: A
     return config.max_length or (limit if task.max_length * factor > longest else None)
 
 
-def _refuse_full_decay(config: RunConfig) -> None:
-    """A step multiplies the weights by 1 − lr·decay."""
+def _refuse_extreme_rate(config: RunConfig) -> None:
+    """A step multiplies the weights by 1 − lr·decay, and AdamW's rate must leave room in float32."""
     decay = config.weight_decay or 0.0
+    if config.method == "adam" and isinstance(config.lr, float) and config.lr > LARGEST_ADAM_RATE:
+        raise ConfigError(f"--lr {config.lr:g} is more than AdamW can compute with: {LARGEST_ADAM_RATE:g} at most")
     if isinstance(config.lr, float) and config.lr * decay >= 1:
         raise ConfigError(
             f"--lr {config.lr:g} with --weight-decay {decay:g} leaves nothing of the weights after one step: their product must "
