@@ -312,7 +312,16 @@ def test_sizes_can_be_fixed():
 
 def test_the_width_of_the_difference_follows_the_change_of_scores():
     method = Solve(0, 1e-3, ExampleStream((), READOUT, 0))
-    notes = {"forwards": 1, "fitted": 1, "judged": 1, "gain": 0.1, "gain_error": 0.1, "expected": 0.2, "change": 0.012}
+    notes = {
+        "forwards": 1,
+        "directions": 1,
+        "fitted": 1,
+        "judged": 1,
+        "gain": 0.1,
+        "gain_error": 0.1,
+        "expected": 0.2,
+        "change": 0.012,
+    }
     notes |= {"prior": -4, **dict.fromkeys(EVIDENCE, 0.0)}
     record = StepRecord(0, (1.0,), (), Update(), 0.0, notes=notes)
     method.observe(record)
