@@ -42,9 +42,10 @@ def resolve_setup(config: RunConfig, task: Task | None = None, function: Any = N
     rewards = find_reward(config.objective, task, function) is not None
     if rewards and family != "causal":
         raise ConfigError(f"a reward reads generated text, which {config.model} does not produce: use a causal model")
+    decay = config.weight_decay or 0.0
     config = apply_defaults(config, family, rewards)
     parse_budget(config.budget)
-    _refuse_extreme_rate(config)
+    _refuse_extreme_rate(config, decay)
     keeping = "--quantize" if config.quantize else "--offload" if config.offload else ""
     if keeping and config.space not in ADAPTERS:
         raise ConfigError(
@@ -95,9 +96,8 @@ def _max_length(config: RunConfig, task: Task, longest: int | None, tokenizer: A
     return config.max_length or (limit if task.max_length * factor > longest else None)
 
 
-def _refuse_extreme_rate(config: RunConfig) -> None:
-    """A step multiplies the weights by 1 − lr·decay, and AdamW's rate must leave room in float32."""
-    decay = config.weight_decay or 0.0
+def _refuse_extreme_rate(config: RunConfig, decay: float) -> None:
+    """A step multiplies the weights by 1 − lr·decay, where a decay was given, and AdamW's rate must leave room in float32."""
     if config.method == "adam" and isinstance(config.lr, float) and config.lr > LARGEST_ADAM_RATE:
         raise ConfigError(f"--lr {config.lr:g} is more than AdamW can compute with: {LARGEST_ADAM_RATE:g} at most")
     if isinstance(config.lr, float) and config.lr * decay >= 1:
