@@ -73,7 +73,8 @@ def test_a_long_model_name_in_a_journal_is_refused_in_one_line(valid_run, worksp
     lines[0]["config"]["model"] = LONG
     write_journal(run / "journal.jsonl", lines)
     for command in (["verify"], ["train", "--resume"]):
-        expect_refusal(*command, str(run))
+        message = expect_refusal(*command, str(run))
+        assert message.count("\n") == 1 and len(message) < MAX_CHARACTERS + 100
 
 
 def test_export_to_a_name_that_is_too_long_is_refused(valid_run, workspace, expect_refusal):
