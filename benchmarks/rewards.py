@@ -57,6 +57,7 @@ def make_setup(options: argparse.Namespace, engine: str) -> Any:
         dtype=options.dtype,
         device=options.device,
         chat=options.chat,
+        template=options.template,
         samples=options.samples,
         batch_size=options.prompts,
         max_new_tokens=options.max_new_tokens,
@@ -229,6 +230,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--chat", action="store_true")
+    parser.add_argument(
+        "--template", help="another prompt, with {numbers} and {target}; one that asks for reasoning gives long texts"
+    )
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=256)

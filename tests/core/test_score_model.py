@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
+
 import numpy as np
 import pytest
 import torch
@@ -122,3 +126,22 @@ def test_absent_candidates_have_no_part_in_the_loss():
     assert logits[0, 0, 2] == ABSENT
     expected = F.cross_entropy(torch.tensor([[0.0, 1.0]]), torch.tensor([0]))
     assert cross_entropies(logits, batch.labels)[0, 0] == pytest.approx(float(expected))
+
+
+def test_a_move_has_the_same_bits_with_any_number_of_threads():
+    script = """
+        import hashlib, sys
+        import numpy as np
+        from threadpoolctl import threadpool_limits
+        from mezzo.method.score_model import ScoreModel
+        rng = np.random.default_rng(0)
+        base, labels = rng.normal(size=(512, 6)), rng.integers(0, 6, size=512)
+        model = ScoreModel(base, rng.normal(size=(132, 512, 6)).astype(np.float32), labels, 0.5)
+        with threadpool_limits(limits=int(sys.argv[1])):
+            moves = model.fit_path([0.1, 0.01])
+            found = [*moves, model.slopes(), model.losses(moves[0]), model.left_out_gains(moves[1], 0.01)]
+        print(hashlib.sha256(b"".join(map(bytes, found))).hexdigest())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    one, two = (subprocess.check_output([*command, count], text=True) for count in "12")
+    assert one == two

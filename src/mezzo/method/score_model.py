@@ -7,7 +7,8 @@ direction, so that the scores at θ + Σ αᵢ·zᵢ are known to first order fo
 
 H is the curvature of the mean loss at α = 0. The last term stands for the examples of earlier steps: θ suits
 them already, and a move costs them about as much curvature as it costs the batch. L is convex in the few numbers α and solved
-by Newton's method in milliseconds, without another forward pass.
+by Newton's method in milliseconds, without another forward pass. What is solved here is the move of a run, so that its bits must
+not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mezzo.method.objectives import Labels, is_normalised, log_sum_exp
+from mezzo.method.threads import on_one_thread
 from mezzo.types import Batch, Scores
 
 Floats = npt.NDArray[np.float64]
@@ -66,9 +68,11 @@ class ScoreModel:
         change = coefficients.astype(np.float32) @ self.changes.reshape(len(self.changes), -1)
         return self.base + change.reshape(self.base.shape)
 
+    @on_one_thread
     def losses(self, coefficients: Floats) -> Floats:
         return cross_entropies(self.logits(coefficients), self.labels)
 
+    @on_one_thread
     def slopes(self) -> Floats:
         """The derivative of the mean loss along each direction."""
         return self._derivatives(np.zeros(len(self.changes)))[0]
@@ -79,6 +83,7 @@ class ScoreModel:
         mean = (self.changes * chances).sum(axis=-1, keepdims=True)
         return float(((self.changes - mean) ** 2 * chances).sum() / len(self.labels) / len(self.changes))
 
+    @on_one_thread
     def fit(self, ridge: float, start: Floats | None = None) -> Floats:
         """The coefficients that minimise the loss, by Newton's method with step halving."""
         alpha = np.zeros(len(self.changes)) if start is None else start
@@ -98,6 +103,7 @@ class ScoreModel:
                 break
         return alpha
 
+    @on_one_thread
     def fit_path(self, ridges: Sequence[float]) -> list[Floats]:
         """The fits for several ridges, each from that for the next larger one."""
         fits: dict[float, Floats] = {}
@@ -106,6 +112,7 @@ class ScoreModel:
             alpha = fits[ridge] = self.fit(ridge, alpha)
         return [fits[ridge] for ridge in ridges]
 
+    @on_one_thread
     def left_out_gains(self, alpha: Floats, ridge: float) -> Floats:
         """What the fit without an example would gain on that example over θ, for each example. To first order around the fit with
         all of them, which takes no further fit: the leverage of an example says how far the others alone get."""
