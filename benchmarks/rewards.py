@@ -1,13 +1,14 @@
 """Texts per second of a population, compared with bare SGLang that serves the same prompts under one adapter.
 
-python benchmarks/rewards.py --model DIR --dtype bfloat16 --chat --samples 16 --prompts 16 --max-new-tokens 256 [--no-graphs]
+python benchmarks/rewards.py --model DIR --dtype bfloat16 --chat --samples 16 --prompts 16 --max-new-tokens 32,256 [--no-graphs]
 python benchmarks/rewards.py --model mezzo/llama-mini --samples 2 --prompts 4 --max-new-tokens 8 --rounds 1    # a CPU
 
 Prompts are those of `countdown`; texts are greedy. A round has directions × 2 × prompts texts of prompts that were not used
 before. Every contender runs in a process of its own:
 
 mezzo      mezzo's engine on SGLang: an adapter for each member, written from its seed; what prompts share is sent first
-same       bare SGLang, the same options, one adapter: the same prompts as often, so that it computes each of them once
+same       bare SGLang, the same options, one adapter: the same prompts as often, so that it computes each of them once. A
+           member of a population has other weights and has to compute its own prompts: the longer the texts, the less it costs
 different  the same with as many prompts that all differ, of which its prefix cache finds the common beginning
 torch      mezzo's torch engine
 
@@ -30,6 +31,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +40,8 @@ POLL_SECONDS = 0.5
 # Tokens of a text that are compared: later ones of 16-bit engines differ by rounding alone.
 COMPARED = 8
 WITHOUT_GRAPHS = {"disable_cuda_graph": True, "disable_overlap_schedule": True}
-# The texts of a round, by its number.
-Round = Callable[[int], list[Any]]
+# The texts of a round, by its number and the most tokens of a text.
+Round = Callable[[int, int], list[Any]]
 
 
 def make_setup(options: argparse.Namespace, engine: str) -> Any:
@@ -60,7 +62,7 @@ def make_setup(options: argparse.Namespace, engine: str) -> Any:
         template=options.template,
         samples=options.samples,
         batch_size=options.prompts,
-        max_new_tokens=options.max_new_tokens,
+        max_new_tokens=max(options.max_new_tokens),
         stop=("",),
         eps=options.eps,
     )
@@ -89,9 +91,10 @@ def open_population(options: argparse.Namespace, engine_name: str) -> tuple[Roun
     setup = make_setup(options, engine_name)
     engine: Any = open_engine(engine_name, setup.engine_spec)
 
-    def generate(number: int) -> list[Any]:
+    def generate(number: int, length: int) -> list[Any]:
         batch = Batch(prompts_of(setup, number, options.prompts), setup.readout)
-        found = engine.generate(batch, members_of(setup, number), setup.generation)
+        generation = replace(setup.generation, max_new_tokens=length)
+        found = engine.generate(batch, members_of(setup, number), generation)
         return [text for member in found for drawn in member for text in drawn]
 
     return generate, engine.close
@@ -112,42 +115,47 @@ def open_bare(options: argparse.Namespace, different: bool) -> tuple[Round, Call
     engine, processes = launch.start(spec, shape, max_loras_per_batch=2)
     launch.load_zero_adapters(engine, shape, facts, ["one"])
 
-    def generate(number: int) -> list[Any]:
+    def generate(number: int, length: int) -> list[Any]:
         members, count = 2 * options.samples, options.prompts
         if different:
             prompts = prompts_of(setup, number, members * count)
         else:
             prompts = prompts_of(setup, number, count) * members
-        answers = engine.generate(**generation_body(prompts, [Probe()], setup.generation, ["one"]))
+        generation = replace(setup.generation, max_new_tokens=length)
+        answers = engine.generate(**generation_body(prompts, [Probe()], generation, ["one"]))
         engine.flush_cache()
         return [answer["output_ids"] for answer in answers]
 
     return generate, lambda: launch.stop(engine, processes)
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """In a process of its own: the rates of one contender."""
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """In a process of its own: the rates of one contender, for each length of texts."""
     began, name = time.perf_counter(), options.contender
     if name in ("mezzo", "torch"):
         generate, close = open_population(options, "sglang" if name == "mezzo" else "torch")
     else:
         generate, close = open_bare(options, name == "different")
     try:
-        start_seconds = time.perf_counter() - began
-        generate(0)  # kernels are compiled, and chosen, by the first
-        rounds, starts = [], list[list[int]]()
-        for number in range(1, options.rounds + 1):
-            start = time.perf_counter()
-            texts = generate(number)
-            seconds, tokens = time.perf_counter() - start, sum(map(len, texts))
-            rounds.append({"texts": len(texts), "tokens": tokens, "seconds": round(seconds, 3)})
-            starts = starts or [list(text[:COMPARED]) for text in texts]
-            print(f"{name}: {len(texts)} texts, {tokens} tokens in {seconds:.2f} s", file=sys.stderr, flush=True)
+        start = {"contender": name, "start_seconds": round(time.perf_counter() - began, 1)}
+        return [start | measure_length(name, length, options.rounds, generate) for length in options.max_new_tokens]
     finally:
         close()
+
+
+def measure_length(name: str, length: int, count: int, generate: Round) -> dict[str, Any]:
+    generate(0, length)  # kernels are compiled, and chosen, by the first
+    rounds, starts = [], list[list[int]]()
+    for number in range(1, count + 1):
+        start = time.perf_counter()
+        texts = generate(number, length)
+        seconds, tokens = time.perf_counter() - start, sum(map(len, texts))
+        rounds.append({"texts": len(texts), "tokens": tokens, "seconds": round(seconds, 3)})
+        starts = starts or [list(text[:COMPARED]) for text in texts]
+        print(f"{name}: {len(texts)} texts, {tokens} tokens in {seconds:.2f} s", file=sys.stderr, flush=True)
     return {
-        "contender": name,
-        "start_seconds": round(start_seconds, 1),
+        "max_new_tokens": length,
+        "tokens_per_text": round(sum(each["tokens"] for each in rounds) / sum(each["texts"] for each in rounds), 1),
         "texts_per_s": round(statistics.median(each["texts"] / each["seconds"] for each in rounds), 2),
         "tokens_per_s": round(statistics.median(each["tokens"] / each["seconds"] for each in rounds), 1),
         "rounds": rounds,
@@ -169,8 +177,8 @@ def used_memory() -> float | None:
     return (total - free) / 2**20
 
 
-def run_contender(name: str, arguments: Sequence[str], limit: float) -> dict[str, Any]:
-    """The row of a contender, measured in a process of its own; its peak of memory is watched from here."""
+def run_contender(name: str, arguments: Sequence[str], limit: float) -> list[dict[str, Any]]:
+    """The rows of a contender, measured in a process of its own; its peak of memory is watched from here."""
     before, peaks, done = used_memory(), [0.0], threading.Event()
 
     def watch() -> None:
@@ -187,39 +195,42 @@ def run_contender(name: str, arguments: Sequence[str], limit: float) -> dict[str
         try:
             process.wait(limit)
         except subprocess.TimeoutExpired:
-            return {"contender": name, "error": f"not done after {limit:.0f} s"}
+            return [{"contender": name, "error": f"not done after {limit:.0f} s"}]
         finally:
             done.set()
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         if not row.exists():
-            return {"contender": name, "error": f"its process ended with {process.returncode}"}
+            return [{"contender": name, "error": f"its process ended with {process.returncode}"}]
         peak = {"peak_mib": round(max(peaks))} if watcher else {}
-        return {**json.loads(row.read_text()), **peak}
+        return [each | peak for each in json.loads(row.read_text())]
 
 
 def agreement(rows: Sequence[dict[str, Any]]) -> str:
     """How many texts of both of mezzo's engines begin alike."""
-    starts = {row["contender"]: row.pop("starts", []) for row in rows}
+    starts: dict[str, list[list[int]]] = {}
+    for row in rows:
+        starts.setdefault(row["contender"], []).extend(row.pop("starts", []))
     pairs = list(zip(starts.get("mezzo", []), starts.get("torch", []), strict=False))
     return f"{sum(a == b for a, b in pairs)} of {len(pairs)} texts begin as the torch engine's" if pairs else ""
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rates, and those of mezzo as a share of each contender's."""
-    found = {row["contender"]: row for row in rows if "error" not in row}
-    ours = found.get("mezzo")
+    """Rates, and those of mezzo as a share of each contender's at the same length."""
+    found = [row for row in rows if "error" not in row]
+    ours = {row["max_new_tokens"]: row for row in found if row["contender"] == "mezzo"}
     lines = [
-        "| contender | texts/s | tokens/s | mezzo's tokens/s | peak MiB | mezzo's peak |",
-        "|---|---|---|---|---|---|",
+        "| contender | tokens at most | tokens | texts/s | tokens/s | mezzo's tokens/s | peak MiB | mezzo's peak |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for name, row in found.items():
-        share = f"{ours['tokens_per_s'] / row['tokens_per_s']:.2f}×" if ours and row["tokens_per_s"] else "–"
-        peak = row.get("peak_mib")
-        memory = f"{ours['peak_mib'] / peak:.2f}×" if ours and peak else "–"
+    for row in sorted(found, key=lambda row: int(row["max_new_tokens"])):
+        own, peak = ours.get(row["max_new_tokens"]), row.get("peak_mib")
+        share = f"{own['tokens_per_s'] / row['tokens_per_s']:.2f}×" if own and row["tokens_per_s"] else "–"
+        memory = f"{own['peak_mib'] / peak:.2f}×" if own and peak else "–"
         rates = f"{row['texts_per_s']:.1f} | {row['tokens_per_s']:.0f}"
-        lines.append(f"| {name} | {rates} | {share} | {peak or '–'} | {memory} |")
+        lengths = f"{row['max_new_tokens']} | {row['tokens_per_text']:.0f}"
+        lines.append(f"| {row['contender']} | {lengths} | {rates} | {share} | {peak or '–'} | {memory} |")
     lines += [f"{row['contender']}: {row['error']}" for row in rows if "error" in row]
     return "\n".join(lines)
 
@@ -235,7 +246,9 @@ def main() -> None:
     )
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument(
+        "--max-new-tokens", type=lambda text: [int(word) for word in text.split(",")], default=[256], metavar="N,…"
+    )
     parser.add_argument("--eps", type=float, help="[that of a run]")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-graphs", action="store_true", help="SGLang without CUDA graphs and overlap")
@@ -254,11 +267,12 @@ def main() -> None:
     changes = json.loads(options.sglang) | (WITHOUT_GRAPHS if options.no_graphs else {})
     os.environ["MEZZO_SGLANG_OPTIONS"] = json.dumps(changes)
     for name in options.contenders.split(","):
-        row = run_contender(name, sys.argv[1:], options.limit) | {"options": said}
-        rows.append(row)
+        found = [row | {"options": said} for row in run_contender(name, sys.argv[1:], options.limit)]
+        rows += found
         if options.out:
             with options.out.open("a") as file:
-                file.write(json.dumps({key: value for key, value in row.items() if key != "starts"}) + "\n")
+                for row in found:
+                    file.write(json.dumps({key: value for key, value in row.items() if key != "starts"}) + "\n")
     print(agreement(rows))
     print(table(rows))
 
