@@ -21,7 +21,7 @@ from typing import Any
 
 from mezzo.errors import JournalError, RunFailed
 from mezzo.journal.atomic_files import explain_os_errors, sync_folder, write_all, write_atomically
-from mezzo.journal.content import FORMAT, MAX_NOTES, NAME, Content, find_journal, read, read_header
+from mezzo.journal.content import FORMAT, MAX_NOTE_BYTES, MAX_NOTES, NAME, Content, find_journal, read, read_header
 from mezzo.journal.header import Header
 from mezzo.journal.lines import MAX_LINE, encode_event, encode_line, encode_record
 from mezzo.types import StepRecord
@@ -47,6 +47,8 @@ class Journal:
     """Damaged bytes behind `_size`, until they are cut."""
     _notes: int = 0
     """Marks and evaluations so far: a file with more than MAX_NOTES is not read."""
+    _note_bytes: int = 0
+    """Of their lines, as far as MAX_NOTE_BYTES."""
     _synced: float = field(default_factory=time.monotonic)
     _background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "journal"))
     _syncing: Future[None] | None = None
@@ -89,7 +91,7 @@ class Journal:
             content = read(path, accept_damage)
             os.lseek(file, content.size, os.SEEK_SET)
         notes = len(content.marks) + len(content.events)
-        return cls(path, content, file, content.crc, content.size, content.torn, notes)
+        return cls(path, content, file, content.crc, content.size, content.torn, notes, content.note_bytes)
 
     def cut_tail(self) -> Path | None:
         """Cut the damaged end, having copied it to a file of its own; the copy, None where nothing is damaged."""
@@ -111,13 +113,11 @@ class Journal:
 
     def note(self, event: str, values: Mapping[str, Any]) -> None:
         """Write an evaluation."""
-        self._append(encode_event(event, values))
-        self._notes += 1
+        self._append(encode_event(event, values), note=True)
 
     def mark(self, step: int, digest: str) -> None:
         """Record the digest of the trained tensors after `step` steps."""
-        self._append({"mark": step, "digest": digest})
-        self._notes += 1
+        self._append({"mark": step, "digest": digest}, note=True)
         self.sync()
 
     @property
@@ -155,13 +155,18 @@ class Journal:
             with contextlib.suppress(OSError):
                 os.close(file)
 
-    def _append(self, payload: Mapping[str, Any]) -> None:
+    def _append(self, payload: Mapping[str, Any], note: bool = False) -> None:
         if self._torn:
             self.cut_tail()
         line, crc = encode_line(payload, self._crc)
         if len(line) > MAX_LINE:
             raise RunFailed(
                 f"{self.path}: a line of {len(line):,} bytes could not be read again; {MAX_LINE:,} is the most"
+            )
+        if note and (self._notes >= MAX_NOTES or self._note_bytes + len(line) > MAX_NOTE_BYTES):
+            raise RunFailed(
+                f"{self.path} has no room for another evaluation or mark: {MAX_NOTES:,} of them, or {MAX_NOTE_BYTES:,} bytes, "
+                "are the most that is read. The run can still be verified and exported"
             )
         try:
             with explain_os_errors(self.path, RunFailed):
@@ -173,6 +178,9 @@ class Journal:
             raise
         self._size += len(line)
         self._crc = crc
+        if note:
+            self._notes += 1
+            self._note_bytes += len(line)
 
     def __enter__(self) -> Journal:
         return self
