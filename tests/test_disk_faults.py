@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mezzo.journal import journal as journal_file
 from mezzo.journal.content import NAME, read
 from mezzo.journal.journal import NEW
 from tests.disk_faults import Trials, begin_run, short_run, start_again
+from tests.processes import patience
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +189,43 @@ def test_repair_cuts_before_the_damage_and_keeps_a_copy(trials, tmp_path, capsys
     assert (run / NAME).read_bytes() + (run / f"journal.cut-at-{cut}").read_bytes() == damaged
     assert api.finetune(resume=run).digest == trials.digest
     assert api.verify(run, repair=True).copy is None
+
+
+@pytest.mark.parametrize("ends_in_a_hole", [True, False])
+def test_repair_of_a_sparse_journal_takes_little_time_and_room(trials, tmp_path, ends_in_a_hole):
+    """It may be anybody's, and of any size without having been one to send."""
+    run = tmp_path / "run"
+    api.finetune(**trials.options, out=str(run))
+    end, far = (run / NAME).stat().st_size, 12 * 2**30
+    with (run / NAME).open("r+b") as file:
+        for place in (end + 5 * 2**20, end + far - 3):
+            file.seek(place)
+            file.write(b"abc")
+        file.truncate(end + far + 7 * 2**30 * ends_in_a_hole)
+    size, started = (run / NAME).stat().st_size, time.monotonic()
+    verified = api.verify(run, repair=True)
+    assert verified.ok and time.monotonic() - started < patience(20)
+    assert (run / NAME).stat().st_size == end
+    assert verified.copy.stat().st_size == size - end
+    assert 512 * verified.copy.stat().st_blocks < 2**20
+    with verified.copy.open("rb") as copy:
+        assert copy.read(6 * 2**20) == b"\0" * (5 * 2**20) + b"abc" + b"\0" * (2**20 - 3)
+        copy.seek(far - 5)
+        assert copy.read(9).rstrip(b"\0") == b"\0\0abc"
+    assert api.finetune(resume=run).digest == trials.digest
+
+
+def test_repair_copies_all_where_the_disk_does_not_tell_holes(trials, tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_file, "SEEK_DATA", None)
+    monkeypatch.setattr(journal_file, "SEEK_HOLE", 99)
+    run = tmp_path / "run"
+    api.finetune(**trials.options, out=str(run))
+    end = (run / NAME).stat().st_size
+    with (run / NAME).open("ab") as file:
+        file.write(b"torn" + b"\0" * 3_000_000 + b"end")
+    verified = api.verify(run, repair=True)
+    assert verified.ok and (run / NAME).stat().st_size == end
+    assert verified.copy.read_bytes() == b"torn" + b"\0" * 3_000_000 + b"end"
 
 
 def test_verify_names_the_steps_it_did_not_check(trials, tmp_path):

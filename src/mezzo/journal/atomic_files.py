@@ -13,8 +13,8 @@ from typing import Any
 from mezzo.errors import JournalError, RunFailed
 
 
-def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
-    """Write a file so that readers see the new content or the old, never a part."""
+def write_atomically(path: Path, data: bytes | Iterable[bytes | int]) -> None:
+    """Write a file so that readers see the new content or the old, never a part. A number stands for a hole of so many bytes."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with explain_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -23,7 +23,10 @@ def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
             file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)  # never through an existing link
             try:
                 for part in (data,) if isinstance(data, bytes) else data:
-                    write_all(file, part)
+                    if isinstance(part, int):
+                        os.ftruncate(file, os.lseek(file, part, os.SEEK_CUR))
+                    else:
+                        write_all(file, part)
                 os.fsync(file)
             finally:
                 os.close(file)

@@ -30,6 +30,7 @@ START = "start.bin"
 NEW = f".{NAME}.tmp"
 SYNC_SECONDS = 1.0
 COPY_BYTES = 2**20
+SEEK_DATA, SEEK_HOLE = getattr(os, "SEEK_DATA", None), getattr(os, "SEEK_HOLE", None)
 # Errors that say that another process has a lock; the second is that of some network disks.
 LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
 
@@ -99,7 +100,10 @@ class Journal:
             return None
         with explain_os_errors(self.path, RunFailed):
             copy = _free_name(self.path.with_name(f"journal.cut-at-{self._size}"))
-            write_atomically(copy, _read_from(self._file, self._size))
+            try:
+                write_atomically(copy, _read_from(self._file, self._size))
+            finally:
+                os.lseek(self._file, self._size, os.SEEK_SET)  # looking for holes moves it
             os.ftruncate(self._file, self._size)
             os.fsync(self._file)
         self._torn = 0
@@ -230,10 +234,33 @@ def is_in_use(folder: Path) -> bool:
     return False
 
 
-def _read_from(file: int, place: int) -> Iterator[bytes]:
-    while data := os.pread(file, COPY_BYTES, place):
-        yield data
-        place += len(data)
+def _read_from(file: int, place: int) -> Iterator[bytes | int]:
+    """What follows a place in a file. Of a hole, which a sparse file has and no disk has room for, only the length is read."""
+    end = os.fstat(file).st_size
+    while place < end:
+        data = _seek(file, place, SEEK_DATA, place, end)
+        if data > place:
+            yield data - place
+        else:
+            hole = _seek(file, place, SEEK_HOLE, end, end)
+            part = os.pread(file, min(COPY_BYTES, hole - place), place)
+            if not part:
+                return
+            yield part
+            data += len(part)
+        place = data
+
+
+def _seek(file: int, place: int, what: int | None, unknown: int, end: int) -> int:
+    """The next data or hole of a file; `unknown` where the system or the disk cannot say."""
+    try:
+        return unknown if what is None else min(end, os.lseek(file, place, what))
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # there is nothing but a hole
+            return end
+        if error.errno in (errno.EINVAL, errno.ENOTSUP):
+            return unknown
+        raise
 
 
 def _free_name(path: Path) -> Path:
