@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.errors import JournalError, RunFailed
-from mezzo.journal.atomic_files import explain_os_errors, sync_folder, write_all, write_atomically
+from mezzo.journal.atomic_files import explain_os_errors, sync, write_all, write_atomically
 from mezzo.journal.content import FORMAT, MAX_NOTE_BYTES, MAX_NOTES, NAME, Content, find_journal, read, read_header
 from mezzo.journal.header import Header
 from mezzo.journal.lines import MAX_LINE, encode_event, encode_line, encode_record
@@ -80,7 +80,7 @@ class Journal:
             write_all(file, line)
             os.fsync(file)
             os.replace(folder / NEW, path)
-            sync_folder(folder)
+            sync(folder)
             content = read(path)
         return cls(path, content, file, content.crc, content.size)
 
@@ -220,17 +220,15 @@ def _locked(path: Path, flags: int) -> Iterator[int]:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether a process writes the journal of this folder: a dead one holds no lock."""
-    try:
+    """Whether a process writes the journal of this folder: a dead one holds no lock. Where the disk cannot say, none does."""
+    with contextlib.suppress(OSError):
         file = os.open(folder / NAME, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(file)  # releases the lock
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno in LOCKED
+        finally:
+            os.close(file)  # releases the lock
     return False
 
 
