@@ -41,6 +41,16 @@ def test_counts_that_no_step_has_are_refused(solved_run, expect_refusal, workspa
     )
 
 
+@pytest.mark.parametrize("rate", [None, "auto"])
+def test_run_whose_learning_rate_is_unknown_is_not_continued(valid_run, expect_refusal, workspace, rate):
+    """A run finds it before it begins, and records what it has found."""
+    run = copy_run(valid_run, workspace)
+    lines = read_json_lines(run / "journal.jsonl")
+    lines[0]["config"]["lr"] = rate
+    write_journal(run / "journal.jsonl", lines)
+    assert "does not say the learning rate" in expect_refusal("train", "--resume", str(run), "--steps", "5")
+
+
 def test_failures_that_are_no_number_do_not_end_a_resumed_run(valid_run, run_command, workspace):
     run = copy_run(valid_run, workspace)
     lines = read_json_lines(run / "journal.jsonl")
