@@ -296,7 +296,7 @@ class CommandTrials:
     def run(self, at: int, error: int | None) -> CommandTrial:
         disk = FaultyDisk(self.folder, at, error)
         code = run_on(disk, lambda: run_command(self.arguments), self.said)
-        said = self.said.read_text() if code in (REFUSED, TRACEBACK) else ""
+        said = self.said.read_text() if code not in (0, KILLED) else ""
         said += self.said.with_suffix(".err").read_text(errors="replace")
         found = read_files(self.folder)
         changed = [name for name, data in self.runs.items() if found.get(name) != data]
