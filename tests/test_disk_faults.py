@@ -5,6 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +19,20 @@ from mezzo import api
 from mezzo.cli import main
 from mezzo.errors import ConfigError, JournalError
 from mezzo.journal import journal as journal_file
+from mezzo.journal.atomic_files import write_atomically, write_folder_atomically
 from mezzo.journal.content import NAME, read
 from mezzo.journal.journal import NEW
-from tests.disk_faults import Trials, begin_run, short_run, start_again
+from tests.disk_faults import (
+    ERRORS,
+    CommandTrials,
+    Trials,
+    begin_run,
+    commands_on,
+    finish_runs,
+    short_run,
+    start_again,
+)
+from tests.processes import patience
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +77,69 @@ def test_resume_may_be_killed_and_its_calls_may_fail(trials, tmp_path):
     for at, error in ((cut, None), (cut, errno.EIO), (rewritten, None), (rewritten, errno.EACCES)):
         trial = resumes.run(at, error)
         assert not list(trial.problems(trials.digest)), str(trial)
+
+
+@pytest.fixture(scope="module")
+def finished(trials: Trials, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return finish_runs(trials.options, tmp_path_factory.mktemp("finished") / "runs")
+
+
+@pytest.mark.parametrize(
+    "command", ["report", "report of two", "runs", "export adapter", "export model", "export journal"]
+)
+def test_commands_may_be_killed_and_their_calls_may_fail(command, trials, finished, tmp_path):
+    """A line, a run that is as it was, output that is complete or absent, and no leftovers after the next call."""
+    found = CommandTrials(commands_on(finished)[command], finished, tmp_path / "said")
+    for number, call in enumerate(sorted(set(found.calls))):
+        places = [at for at, name in enumerate(found.calls) if name == call]
+        for at, error in ((places[0], ERRORS[number % 6]), (places[-1], ERRORS[-number % 6]), (places[-1], None)):
+            trial = found.run(at, error)
+            assert not list(trial.problems()), str(trial)
+    shutil.copytree(finished / "run", tmp_path / "run")
+    assert api.finetune(resume=tmp_path / "run").digest == trials.digest
+
+
+def test_finished_run_is_not_called_running_where_the_disk_cannot_lock(finished, tmp_path):
+    """Its report is the same."""
+    found = CommandTrials(commands_on(finished)["report"], finished, tmp_path / "said")
+    lock = found.calls.index("flock")
+    for at, error in ((lock - 1, errno.EMFILE), (lock, errno.EIO), (lock + 1, errno.EIO)):
+        trial = found.run(at, error)
+        assert trial.code == 0 and not list(trial.problems()), str(trial)
+
+
+def test_killed_writers_leave_nothing_half_written_and_nothing_for_long(finished, tmp_path):
+    """Kills at every call between the first write and the last."""
+    for command in ("report", "export adapter", "export journal"):
+        found = CommandTrials(commands_on(finished)[command], finished, tmp_path / "said")
+        last = len(found.calls) - found.calls[::-1].index("replace")
+        for at in range(found.calls.index("write"), last + 1):
+            trial = found.run(at, None)
+            assert not list(trial.problems()), str(trial)
+
+
+def test_files_of_living_writers_are_no_leftovers(tmp_path):
+    """Two processes may write the same file, and one of them be the faster."""
+
+    def slowly() -> Iterator[bytes]:
+        yield b"first"
+        code = "import sys; from pathlib import Path; from mezzo.journal.atomic_files import write_atomically\n"
+        done = subprocess.run(
+            [sys.executable, "-c", code + "write_atomically(Path(sys.argv[1]), b'second')", str(path)]
+        )
+        assert done.returncode == 0 and path.read_bytes() == b"second"
+        yield b" and only"
+
+    path = tmp_path / "file"
+    write_atomically(path, slowly())
+    assert path.read_bytes() == b"first and only"
+    with write_folder_atomically(tmp_path / "folder") as slow:
+        (slow / "a").write_bytes(b"1")
+        with write_folder_atomically(tmp_path / "folder") as fast:
+            (fast / "b").write_bytes(b"2")
+        shutil.rmtree(tmp_path / "folder")
+    assert os.listdir(tmp_path / "folder") == ["a"]
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
 
 
 def test_half_written_header_is_no_run(trials, tmp_path):
@@ -187,6 +266,43 @@ def test_repair_cuts_before_the_damage_and_keeps_a_copy(trials, tmp_path, capsys
     assert (run / NAME).read_bytes() + (run / f"journal.cut-at-{cut}").read_bytes() == damaged
     assert api.finetune(resume=run).digest == trials.digest
     assert api.verify(run, repair=True).copy is None
+
+
+@pytest.mark.parametrize("ends_in_a_hole", [True, False])
+def test_repair_of_a_sparse_journal_takes_little_time_and_room(trials, tmp_path, ends_in_a_hole):
+    """It may be anybody's, and of any size without having been one to send."""
+    run = tmp_path / "run"
+    api.finetune(**trials.options, out=str(run))
+    end, far = (run / NAME).stat().st_size, 12 * 2**30
+    with (run / NAME).open("r+b") as file:
+        for place in (end + 5 * 2**20, end + far - 3):
+            file.seek(place)
+            file.write(b"abc")
+        file.truncate(end + far + 7 * 2**30 * ends_in_a_hole)
+    size, started = (run / NAME).stat().st_size, time.monotonic()
+    verified = api.verify(run, repair=True)
+    assert verified.ok and time.monotonic() - started < patience(20)
+    assert (run / NAME).stat().st_size == end
+    assert verified.copy.stat().st_size == size - end
+    assert 512 * verified.copy.stat().st_blocks < 2**20
+    with verified.copy.open("rb") as copy:
+        assert copy.read(6 * 2**20) == b"\0" * (5 * 2**20) + b"abc" + b"\0" * (2**20 - 3)
+        copy.seek(far - 5)
+        assert copy.read(9).rstrip(b"\0") == b"\0\0abc"
+    assert api.finetune(resume=run).digest == trials.digest
+
+
+def test_repair_copies_all_where_the_disk_does_not_tell_holes(trials, tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_file, "SEEK_DATA", None)
+    monkeypatch.setattr(journal_file, "SEEK_HOLE", 99)
+    run = tmp_path / "run"
+    api.finetune(**trials.options, out=str(run))
+    end = (run / NAME).stat().st_size
+    with (run / NAME).open("ab") as file:
+        file.write(b"torn" + b"\0" * 3_000_000 + b"end")
+    verified = api.verify(run, repair=True)
+    assert verified.ok and (run / NAME).stat().st_size == end
+    assert verified.copy.read_bytes() == b"torn" + b"\0" * 3_000_000 + b"end"
 
 
 def test_verify_names_the_steps_it_did_not_check(trials, tmp_path):

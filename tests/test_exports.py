@@ -19,6 +19,8 @@ from mezzo import api
 from mezzo.cli import main
 from mezzo.engines.hf_hub import locate
 from mezzo.errors import JournalError, ModelError
+from mezzo.journal.atomic_files import write_atomically
+from mezzo.runs import export
 from mezzo.runs.model_card import model_card
 from tests.hostile.files import read_compact_header, replace_compact_header
 from tests.test_generation import CHAT
@@ -143,15 +145,14 @@ def test_train_head_that_cannot_be_is_refused_in_a_line(tiny_folder, tiny_data, 
 def test_interrupted_export_leaves_no_folder(kind, run, tmp_path, monkeypatch):
     """The model card is written last, so an export that stops before it leaves no folder that looks complete."""
 
-    def fail_on_card(path, *_, **__):
+    def fail_on_card(path, data):
         if path.name == "README.md":
             assert len(list(path.parent.iterdir())) > 1, "the other files are written"
             assert not (tmp_path / "out").exists(), "in a temporary folder"
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, *_, **__)
+        write_atomically(path, data)
 
-    write = Path.write_text
-    monkeypatch.setattr(Path, "write_text", fail_on_card)
+    monkeypatch.setattr(export, "write_atomically", fail_on_card)
     with pytest.raises(JournalError, match="out: the disk is full"):
         mezzo.export(run.out, kind, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

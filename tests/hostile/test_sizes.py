@@ -159,6 +159,37 @@ def test_sparse_compact_journal_is_refused_within_memory(valid_run, tmp_path):
         assert message in line
 
 
+def append_entries(journal: Path, payload: bytes, lines: int) -> None:
+    """Lines of one payload, which is no complete object, with valid checksums."""
+    crc = read(journal.parent).crc
+    with journal.open("ab") as file:
+        for _ in range(lines):
+            crc = zlib.crc32(payload + b"}", crc)
+            file.write(b'%s,"crc":"%08x"}\n' % (payload, crc))
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (b'{"event":"evaluation","step":4,"x":[%s1]' % (b"[]," * 5_000_000), "is damaged"),
+        (b'{"event":"evaluation","step":4,"x":[%s1]' % (b"[1,2]," * 2_500_000), "is damaged"),
+        (b'{"event":"evaluation","step":4,"x":{%s"a":1}' % (b'"a":{},' * 2_000_000), "is damaged"),
+        (b'{"event":"evaluation","step":4,"x":[%s1]' % (b"1e9," * 3_500_000), "50,331,648 bytes"),
+        (b'{"event":"zero-shot","step":4,"x":"%s"' % (b"x" * 15_000_000), "50,331,648 bytes"),
+        (b'{"mark":4,"digest":"%s"' % (b"0" * 15_000_000), "50,331,648 bytes"),
+    ],
+    ids=["lists", "pairs", "objects", "numbers", "text", "marks"],
+)
+def test_huge_evaluations_of_a_journal_are_refused_within_memory(entry, message, valid_run, workspace):
+    """Nested lists took 24 times their bytes, without limit."""
+    run = copy_run(valid_run, workspace)
+    append_entries(run / "journal.jsonl", entry, 6)
+    code = "from mezzo.cli import main\nprint(main(['report', sys.argv[1]]))"
+    done = run_with_memory_limit(code, str(run), megabytes=900)
+    assert done.stdout.split() == ["2"], done.stderr[-2000:]
+    assert done.stderr.count("\n") == 1 and message in done.stderr
+
+
 def test_journal_that_is_a_pipe_is_refused(expect_refusal, workspace):
     os.mkfifo(workspace / "pipe")
     for command in (["verify"], ["eval"], ["train", "--resume"]):

@@ -7,6 +7,7 @@ import os
 import pytest
 
 import mezzo
+from mezzo.errors import RunFailed
 from mezzo.journal import content, journal
 from mezzo.journal.content import read
 from mezzo.replay.snapshots import NAME as SNAPSHOT
@@ -40,6 +41,16 @@ def test_counts_that_no_step_has_are_refused(solved_run, expect_refusal, workspa
     )
 
 
+@pytest.mark.parametrize("rate", [None, "auto"])
+def test_run_whose_learning_rate_is_unknown_is_not_continued(valid_run, expect_refusal, workspace, rate):
+    """A run finds it before it begins, and records what it has found."""
+    run = copy_run(valid_run, workspace)
+    lines = read_json_lines(run / "journal.jsonl")
+    lines[0]["config"]["lr"] = rate
+    write_journal(run / "journal.jsonl", lines)
+    assert "does not say the learning rate" in expect_refusal("train", "--resume", str(run), "--steps", "5")
+
+
 def test_failures_that_are_no_number_do_not_end_a_resumed_run(valid_run, run_command, workspace):
     run = copy_run(valid_run, workspace)
     lines = read_json_lines(run / "journal.jsonl")
@@ -58,6 +69,17 @@ def test_a_run_leaves_room_for_the_marks_of_its_evaluations(tiny_run, tmp_path, 
     found = read(tmp_path / "run")
     assert len(found.marks) + len(found.events) <= 16 and found.marks[24] == run.digest
     assert mezzo.verify(run.out).ok
+
+
+def test_evaluations_are_written_only_as_far_as_they_are_read(tiny_run, tmp_path, monkeypatch):
+    """Another one would make the journal one that nobody reads."""
+    for module in (content, journal):
+        monkeypatch.setattr(module, "MAX_NOTE_BYTES", 2000)
+    with pytest.raises(RunFailed, match="no room for another evaluation"):
+        mezzo.finetune(**tiny_run, steps=24, eval_every=1, out=str(tmp_path / "run"))
+    found = read(tmp_path / "run")
+    assert 0 < found.steps < 24 and 1000 < found.note_bytes <= 2000
+    assert mezzo.export(tmp_path / "run", "journal").exists()
 
 
 def test_very_long_tail_is_refused_and_not_searched(valid_run, expect_refusal, workspace, monkeypatch):

@@ -18,8 +18,8 @@ from mezzo.types import StepRecord
 
 FORMAT = 2
 NAME = "journal.jsonl"
-# Marks and evaluations that are kept in memory. Steps are not.
-MAX_NOTES = 200_000
+# Marks and evaluations that are kept in memory, and the bytes of their lines. Steps are not.
+MAX_NOTES, MAX_NOTE_BYTES = 200_000, 48 * 2**20
 # Bytes behind damage that are searched for sound lines.
 MAX_TAIL = 64 * 2**20
 # Steps between those whose places in the file are remembered.
@@ -63,6 +63,8 @@ class Content:
     marks: dict[int, str]
     events: list[Event] = field(default_factory=list)
     """The evaluations, in order."""
+    note_bytes: int = 0
+    """Of the lines of marks and evaluations."""
     size: int = 0
     torn: int = 0
     crc: int = 0
@@ -88,7 +90,7 @@ def read(path: Path, accept_damage: bool = False) -> Content:
         header, size, crc = read_header(file.readline(MAX_LINE), path)
         marks: dict[int, str] = {}
         events: list[Event] = []
-        number, steps, places = 2, 0, []
+        number, steps, places, note_bytes = 2, 0, [], 0
         line = file.readline(MAX_LINE)
         while (decoded := decode_line(line, crc)) and (entry := parse_entry(decoded[0], steps)) is not None:
             if isinstance(entry, StepRecord):
@@ -99,8 +101,12 @@ def read(path: Path, accept_damage: bool = False) -> Content:
                 events.append(entry)
             else:
                 marks[entry[0]] = entry[1]
-            if len(marks) + len(events) > MAX_NOTES:
-                raise JournalError(f"{path} has more than {MAX_NOTES:,} marks and evaluations; this is not a journal")
+            note_bytes += 0 if isinstance(entry, StepRecord) else len(line)
+            if len(marks) + len(events) > MAX_NOTES or note_bytes > MAX_NOTE_BYTES:
+                raise JournalError(
+                    f"{path} has more than {MAX_NOTES:,} marks and evaluations, or {MAX_NOTE_BYTES:,} bytes of them; this is "
+                    "not a journal"
+                )
             number, size, crc = number + 1, size + len(line), decoded[1]
             line = file.readline(MAX_LINE)
         if not accept_damage and _is_followed(line, file):
@@ -111,7 +117,7 @@ def read(path: Path, accept_damage: bool = False) -> Content:
             )
         torn = path.stat().st_size - size
     records = Records(steps, lambda start, stop: _read_records(path, places, start, stop))
-    return Content(path, header, records, marks, events, size, torn, crc)
+    return Content(path, header, records, marks, events, note_bytes, size, torn, crc)
 
 
 def read_header(line: bytes, path: Path) -> tuple[Header, int, int]:

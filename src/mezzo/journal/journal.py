@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.errors import JournalError, RunFailed
-from mezzo.journal.atomic_files import explain_os_errors, sync_folder, write_all, write_atomically
-from mezzo.journal.content import FORMAT, MAX_NOTES, NAME, Content, find_journal, read, read_header
+from mezzo.journal.atomic_files import explain_os_errors, sync, write_all, write_atomically
+from mezzo.journal.content import FORMAT, MAX_NOTE_BYTES, MAX_NOTES, NAME, Content, find_journal, read, read_header
 from mezzo.journal.header import Header
 from mezzo.journal.lines import MAX_LINE, encode_event, encode_line, encode_record
 from mezzo.types import StepRecord
@@ -30,6 +30,7 @@ START = "start.bin"
 NEW = f".{NAME}.tmp"
 SYNC_SECONDS = 1.0
 COPY_BYTES = 2**20
+SEEK_DATA, SEEK_HOLE = getattr(os, "SEEK_DATA", None), getattr(os, "SEEK_HOLE", None)
 # Errors that say that another process has a lock; the second is that of some network disks.
 LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
 
@@ -47,6 +48,8 @@ class Journal:
     """Damaged bytes behind `_size`, until they are cut."""
     _notes: int = 0
     """Marks and evaluations so far: a file with more than MAX_NOTES is not read."""
+    _note_bytes: int = 0
+    """Of their lines, as far as MAX_NOTE_BYTES."""
     _synced: float = field(default_factory=time.monotonic)
     _background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "journal"))
     _syncing: Future[None] | None = None
@@ -77,7 +80,7 @@ class Journal:
             write_all(file, line)
             os.fsync(file)
             os.replace(folder / NEW, path)
-            sync_folder(folder)
+            sync(folder)
             content = read(path)
         return cls(path, content, file, content.crc, content.size)
 
@@ -89,7 +92,7 @@ class Journal:
             content = read(path, accept_damage)
             os.lseek(file, content.size, os.SEEK_SET)
         notes = len(content.marks) + len(content.events)
-        return cls(path, content, file, content.crc, content.size, content.torn, notes)
+        return cls(path, content, file, content.crc, content.size, content.torn, notes, content.note_bytes)
 
     def cut_tail(self) -> Path | None:
         """Cut the damaged end, having copied it to a file of its own; the copy, None where nothing is damaged."""
@@ -97,7 +100,10 @@ class Journal:
             return None
         with explain_os_errors(self.path, RunFailed):
             copy = _free_name(self.path.with_name(f"journal.cut-at-{self._size}"))
-            write_atomically(copy, _read_from(self._file, self._size))
+            try:
+                write_atomically(copy, _read_from(self._file, self._size))
+            finally:
+                os.lseek(self._file, self._size, os.SEEK_SET)  # looking for holes moves it
             os.ftruncate(self._file, self._size)
             os.fsync(self._file)
         self._torn = 0
@@ -111,13 +117,11 @@ class Journal:
 
     def note(self, event: str, values: Mapping[str, Any]) -> None:
         """Write an evaluation."""
-        self._append(encode_event(event, values))
-        self._notes += 1
+        self._append(encode_event(event, values), note=True)
 
     def mark(self, step: int, digest: str) -> None:
         """Record the digest of the trained tensors after `step` steps."""
-        self._append({"mark": step, "digest": digest})
-        self._notes += 1
+        self._append({"mark": step, "digest": digest}, note=True)
         self.sync()
 
     @property
@@ -155,13 +159,18 @@ class Journal:
             with contextlib.suppress(OSError):
                 os.close(file)
 
-    def _append(self, payload: Mapping[str, Any]) -> None:
+    def _append(self, payload: Mapping[str, Any], note: bool = False) -> None:
         if self._torn:
             self.cut_tail()
         line, crc = encode_line(payload, self._crc)
         if len(line) > MAX_LINE:
             raise RunFailed(
                 f"{self.path}: a line of {len(line):,} bytes could not be read again; {MAX_LINE:,} is the most"
+            )
+        if note and (self._notes >= MAX_NOTES or self._note_bytes + len(line) > MAX_NOTE_BYTES):
+            raise RunFailed(
+                f"{self.path} has no room for another evaluation or mark: {MAX_NOTES:,} of them, or {MAX_NOTE_BYTES:,} bytes, "
+                "are the most that is read. The run can still be verified and exported"
             )
         try:
             with explain_os_errors(self.path, RunFailed):
@@ -173,6 +182,9 @@ class Journal:
             raise
         self._size += len(line)
         self._crc = crc
+        if note:
+            self._notes += 1
+            self._note_bytes += len(line)
 
     def __enter__(self) -> Journal:
         return self
@@ -208,24 +220,45 @@ def _locked(path: Path, flags: int) -> Iterator[int]:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether a process writes the journal of this folder: a dead one holds no lock."""
-    try:
+    """Whether a process writes the journal of this folder: a dead one holds no lock. Where the disk cannot say, none does."""
+    with contextlib.suppress(OSError):
         file = os.open(folder / NAME, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(file)  # releases the lock
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno in LOCKED
+        finally:
+            os.close(file)  # releases the lock
     return False
 
 
-def _read_from(file: int, place: int) -> Iterator[bytes]:
-    while data := os.pread(file, COPY_BYTES, place):
-        yield data
-        place += len(data)
+def _read_from(file: int, place: int) -> Iterator[bytes | int]:
+    """What follows a place in a file. Of a hole, which a sparse file has and no disk has room for, only the length is read."""
+    end = os.fstat(file).st_size
+    while place < end:
+        data = _seek(file, place, SEEK_DATA, place, end)
+        if data > place:
+            yield data - place
+        else:
+            hole = _seek(file, place, SEEK_HOLE, end, end)
+            part = os.pread(file, min(COPY_BYTES, hole - place), place)
+            if not part:
+                return
+            yield part
+            data += len(part)
+        place = data
+
+
+def _seek(file: int, place: int, what: int | None, unknown: int, end: int) -> int:
+    """The next data or hole of a file; `unknown` where the system or the disk cannot say."""
+    try:
+        return unknown if what is None else min(end, os.lseek(file, place, what))
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # there is nothing but a hole
+            return end
+        if error.errno in (errno.EINVAL, errno.ENOTSUP):
+            return unknown
+        raise
 
 
 def _free_name(path: Path) -> Path:

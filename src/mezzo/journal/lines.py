@@ -16,6 +16,7 @@ from mezzo.types import StepRecord, Update
 from mezzo.untrusted import parse_json
 
 MAX_LINE = 16 * 2**20  # bytes; room for a header with thousands of tensor names
+NOT_FINITE = ("nan", "inf", "-inf")  # numbers that JSON does not have
 EVENTS = ("evaluation", "zero-shot")  # what decides where a run stops, and what it says of itself
 Event = dict[str, Any]
 Mark = tuple[int, str]
@@ -74,13 +75,25 @@ def parse_entry(payload: dict[str, Any], steps: int) -> StepRecord | Mark | Even
     """What a line says after `steps` steps; None where that cannot be: it may come from anybody."""
     try:
         if "event" in payload:
-            return payload if payload["event"] in EVENTS and payload["step"] == steps else None
+            fits = payload["event"] in EVENTS and payload["step"] == steps and is_flat(payload)
+            return payload if fits else None
         if "mark" in payload:
             return (steps, str(payload["digest"])) if payload["mark"] == steps else None
         record = parse_record(payload)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
         return None
     return record if record.step == steps else None
+
+
+def is_flat(event: Event) -> bool:
+    """Whether its values are numbers, texts and lists of numbers, as those of an evaluation are: others take far more memory than
+    they have bytes."""
+    lists = [value for value in event.values() if isinstance(value, list)]
+    return not any(isinstance(value, dict) for value in event.values()) and all(map(_are_numbers, lists))
+
+
+def _are_numbers(values: list[Any]) -> bool:
+    return all(isinstance(value, (int, float)) or value in NOT_FINITE for value in values)
 
 
 def parse_record(payload: dict[str, Any]) -> StepRecord:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import numpy as np
 from mezzo.engines.base import ExportableEngine
 from mezzo.engines.hf_hub import quiet
 from mezzo.errors import ConfigError
-from mezzo.journal.atomic_files import explain_os_errors
+from mezzo.journal.atomic_files import explain_os_errors, write_atomically, write_folder_atomically
 from mezzo.runs import datasets
 from mezzo.runs.defaults import SETTINGS, TEXT_OPTIONS, model_settings
 from mezzo.runs.setup import Setup
@@ -58,7 +56,7 @@ def _export_lora(engine: ExportableEngine, setup: Setup, folder: Path) -> None:
         "inference_mode": True,
         "fan_in_fan_out": engine.stores_transposed,
     }
-    (folder / "adapter_model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
+    write_atomically(folder / "adapter_model.safetensors", save(tensors, metadata={"format": "pt"}))
     _write_json(folder / "adapter_config.json", settings)
 
 
@@ -73,7 +71,7 @@ def _export_prefix(engine: ExportableEngine, setup: Setup, folder: Path) -> None
 
     tensors = {name: np.ascontiguousarray(value) for name, value in _finite(engine.adapter_tensors().items()).items()}
     settings = {"format": PREFIX_FORMAT, "base_model_name_or_path": setup.config.model, "tokens": engine.space.tokens}
-    (folder / "prefix.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
+    write_atomically(folder / "prefix.safetensors", save(tensors, metadata={"format": "pt"}))
     _write_json(folder / "prefix_config.json", settings)
 
 
@@ -116,20 +114,12 @@ def _text_settings(setup: Setup) -> dict[str, Any]:
 @contextlib.contextmanager
 def _staging_folder(out: Path, card: str) -> Iterator[Path]:
     """A temporary folder that becomes `out` when everything, the card included, is written: complete or absent."""
-    _refuse_used(out)
     with explain_os_errors(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(
-            tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent)
-        )  # a fresh name: nobody can have put a link there
-        staging.chmod(0o755)
-        try:
+        _refuse_used(out)
+        with write_folder_atomically(out) as staging:
             with _explain_safetensors(out):
                 yield staging
-            (staging / "README.md").write_text(card, encoding="utf-8")
-            staging.replace(out)  # `out` is absent or empty: _refuse_used checked it
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+            write_atomically(staging / "README.md", card.encode())
 
 
 @contextlib.contextmanager
@@ -153,7 +143,7 @@ def _finite(tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    write_atomically(path, (json.dumps(values, indent=2) + "\n").encode())
 
 
 def _refuse_used(out: Path) -> None:

@@ -29,7 +29,9 @@ Function = ObjectiveFunction | Reward
 
 
 def check_same_data(header: Header, setup: Setup) -> None:
-    """A resumed run must see the same noise, rounding and data."""
+    """A resumed run must have the same rate, and see the same noise, rounding and data."""
+    if setup.config.lr == "auto":  # a run records the rate that it found
+        raise JournalError("the journal does not say the learning rate: the run can be verified, but not continued")
     if header.noise != noise.VERSION:
         raise JournalError(f"the run uses noise {header.noise!r}; this mezzo makes {noise.VERSION!r}")
     if setup.config.dtype in rounding.DTYPES and header.rounding != rounding.VERSION:
