@@ -15,7 +15,7 @@ import mezzo
 from mezzo.config import from_mapping
 from mezzo.engines.hf_hub import locate
 from mezzo.engines.torch.engine import TorchEngine
-from mezzo.engines.torch.forward.generation import Sampler
+from mezzo.engines.torch.forward.generation import Sampler, leave_one
 from mezzo.errors import ConfigError, TaskError
 from mezzo.evaluation.rewards import RewardObjective, read_texts
 from mezzo.method.space import Space
@@ -90,6 +90,21 @@ def test_tokens_are_drawn_with_the_models_probabilities(temperature, top_p):
     chosen = sampler(torch.zeros(4000, 3, dtype=torch.long), logits.expand(4000, -1)).argmax(-1)
     counts = Counter(chosen.tolist())
     np.testing.assert_allclose([counts[i] / 4000 for i in range(5)], expected, atol=2e-3)
+
+
+def test_rounding_of_the_scores_changes_no_draw():
+    """In the order of their probabilities, tokens that are as likely but for rounding would change places."""
+    scores = torch.zeros(200, 1000)
+    numbers = (torch.arange(200) * 5 + 0.5) / 1000
+    rounded = scores + 1e-6 * torch.randn(200, 1000, generator=torch.Generator().manual_seed(0))
+    drawn, again = (leave_one(each, numbers, 1.0, 1.0).argmax(-1) for each in (scores, rounded))
+    assert drawn.tolist() == again.tolist() == list(range(0, 1000, 5))
+
+
+@pytest.mark.parametrize("number", [0.0, 1 - 2**-24])
+def test_tokens_that_are_not_kept_are_never_drawn(number):
+    scores = torch.tensor([[-30.0, 1.0, 1.0, -30.0]] * 2)
+    assert leave_one(scores, torch.full((2,), number), 1.0, 0.9).argmax(-1).tolist() == [1 if number == 0 else 2] * 2
 
 
 def test_stop_texts_end_an_answer_and_rewards_are_averaged_over_draws():

@@ -81,10 +81,15 @@ class Sampler(LogitsProcessor):  # type: ignore[misc]
 
 
 def leave_one(scores: Tensor, numbers: Tensor, temperature: float | Tensor, top_p: float | Tensor) -> Tensor:
-    """Scores of next tokens in which one of each row is possible: the one that its number draws."""
+    """Scores of next tokens in which one of each row is possible: the one that its number draws.
+
+    The number falls between tokens in the order of their ids. In that of their probabilities, engines that differ by rounding
+    would draw different ones, wherever two unlikely tokens are nearly as likely.
+    """
     probabilities = (scores.float() / temperature).softmax(-1)
     likely, order = probabilities.sort(dim=-1, descending=True, stable=True)
     kept = likely.cumsum(-1) - likely < top_p
-    mass = (likely * kept).cumsum(-1)
-    rank = (mass <= numbers[:, None] * mass[:, -1:]).sum(-1, keepdim=True).clamp(max=mass.shape[1] - 1)
-    return torch.full_like(scores, -torch.inf).scatter_(1, order.gather(1, rank), 0.0)
+    mass = torch.zeros_like(likely).scatter_(1, order, likely * kept).cumsum(-1)
+    total = mass[:, -1:]
+    token = ((mass <= numbers[:, None] * total) & (mass < total)).sum(-1, keepdim=True)
+    return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
