@@ -89,7 +89,9 @@ def leave_one(scores: Tensor, numbers: Tensor, temperature: float | Tensor, top_
     probabilities = (scores.float() / temperature).softmax(-1)
     likely, order = probabilities.sort(dim=-1, descending=True, stable=True)
     kept = likely.cumsum(-1) - likely < top_p
-    mass = torch.zeros_like(likely).scatter_(1, order, likely * kept).cumsum(-1)
-    total = mass[:, -1:]
-    token = ((mass <= numbers[:, None] * total) & (mass < total)).sum(-1, keepdim=True)
-    return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
+    mass = torch.zeros_like(likely).scatter_(1, order, likely * kept)
+    # In float64: a GPU adds up in parallel, and what rounding does to float32 sums could be more than an unlikely token's share.
+    reached = mass.cumsum(-1, dtype=torch.float64)
+    possible = (reached > numbers[:, None].double() * reached[:, -1:]) & (mass > 0)
+    first = possible.to(torch.uint8).argmax(-1, keepdim=True)
+    return torch.full_like(scores, -torch.inf).scatter_(1, first, 0.0)
