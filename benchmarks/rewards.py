@@ -4,7 +4,8 @@ python benchmarks/rewards.py --model DIR --dtype bfloat16 --chat --samples 16 --
 python benchmarks/rewards.py --model mezzo/llama-mini --samples 2 --prompts 4 --max-new-tokens 8 --rounds 1    # a CPU
 
 Prompts are those of `countdown`; texts are greedy. A round has directions × 2 × prompts texts of prompts that were not used
-before. Every contender runs in a process of its own:
+before. Every contender runs in a process of its own, one after the other or, with --together, all at once: they then take turns,
+round by round, and memory is not measured.
 
 mezzo      mezzo's engine on SGLang: an adapter for each member, written from its seed; what prompts share is sent first
 same       bare SGLang, the same options, one adapter: the same prompts as often, so that it computes each of them once. A
@@ -20,6 +21,8 @@ run, the texts of the first round are compared up to their eighth token.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -30,7 +33,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,18 +142,46 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         generate, close = open_bare(options, name == "different")
     try:
         start = {"contender": name, "start_seconds": round(time.perf_counter() - began, 1)}
-        return [start | measure_length(name, length, options.rounds, generate) for length in options.max_new_tokens]
+        if options.turns:
+            wait_for_others(options, name)
+        return [
+            start | measure_length(name, length, options.rounds, generate, options.turns)
+            for length in options.max_new_tokens
+        ]
     finally:
         close()
 
 
-def measure_length(name: str, length: int, count: int, generate: Round) -> dict[str, Any]:
-    generate(0, length)  # kernels are compiled, and chosen, by the first
+def wait_for_others(options: argparse.Namespace, name: str) -> None:
+    """Until every contender has started, or ended."""
+    (options.turns / f"{name}.ready").touch()
+    names = options.contenders.split(",")
+    while not all(any((options.turns / f"{each}.{state}").exists() for state in ("ready", "done")) for each in names):
+        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def take_turn(turns: Path | None) -> Iterator[None]:
+    """The machine for one contender alone; afterwards the others have time to take it."""
+    if turns is None:
+        yield
+        return
+    with (turns / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    time.sleep(0.05)
+
+
+def measure_length(name: str, length: int, count: int, generate: Round, turns: Path | None) -> dict[str, Any]:
+    with take_turn(turns):
+        generate(0, length)  # kernels are compiled, and chosen, by the first
     rounds, starts = [], list[list[int]]()
     for number in range(1, count + 1):
-        start = time.perf_counter()
-        texts = generate(number, length)
-        seconds, tokens = time.perf_counter() - start, sum(map(len, texts))
+        with take_turn(turns):
+            start = time.perf_counter()
+            texts = generate(number, length)
+            seconds = time.perf_counter() - start
+        tokens = sum(map(len, texts))
         rounds.append({"texts": len(texts), "tokens": tokens, "seconds": round(seconds, 3)})
         starts = starts or [list(text[:COMPARED]) for text in texts]
         print(f"{name}: {len(texts)} texts, {tokens} tokens in {seconds:.2f} s", file=sys.stderr, flush=True)
@@ -177,9 +209,9 @@ def used_memory() -> float | None:
     return (total - free) / 2**20
 
 
-def run_contender(name: str, arguments: Sequence[str], limit: float) -> list[dict[str, Any]]:
-    """The rows of a contender, measured in a process of its own; its peak of memory is watched from here."""
-    before, peaks, done = used_memory(), [0.0], threading.Event()
+def run_contender(name: str, arguments: Sequence[str], limit: float, turns: Path | None = None) -> list[dict[str, Any]]:
+    """The rows of a contender, measured in a process of its own; its peak of memory is watched from here, if it runs alone."""
+    before, peaks, done = None if turns else used_memory(), [0.0], threading.Event()
 
     def watch() -> None:
         while not done.wait(POLL_SECONDS):
@@ -189,6 +221,7 @@ def run_contender(name: str, arguments: Sequence[str], limit: float) -> list[dic
     with tempfile.TemporaryDirectory() as folder:
         row = Path(folder) / "row.json"
         command = [sys.executable, __file__, *arguments, "--contender", name, "--row", str(row)]
+        command += ["--turns", str(turns)] if turns else []
         process = subprocess.Popen(command, start_new_session=True)
         if watcher:
             watcher.start()
@@ -198,6 +231,8 @@ def run_contender(name: str, arguments: Sequence[str], limit: float) -> list[dic
             return [{"contender": name, "error": f"not done after {limit:.0f} s"}]
         finally:
             done.set()
+            if turns:
+                (turns / f"{name}.done").touch()
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -205,6 +240,11 @@ def run_contender(name: str, arguments: Sequence[str], limit: float) -> list[dic
             return [{"contender": name, "error": f"its process ended with {process.returncode}"}]
         peak = {"peak_mib": round(max(peaks))} if watcher else {}
         return [each | peak for each in json.loads(row.read_text())]
+
+
+def run_together(names: Sequence[str], arguments: Sequence[str], limit: float) -> list[list[dict[str, Any]]]:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(names)) as pool:
+        return list(pool.map(lambda name: run_contender(name, arguments, limit, Path(folder)), names))
 
 
 def agreement(rows: Sequence[dict[str, Any]]) -> str:
@@ -254,20 +294,27 @@ def main() -> None:
     parser.add_argument("--no-graphs", action="store_true", help="SGLang without CUDA graphs and overlap")
     parser.add_argument("--sglang", default="{}", help='other options of SGLang, as {"lora_backend": "csgmv"}')
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
+    parser.add_argument("--together", action="store_true", help="start all contenders at once; they take turns")
     parser.add_argument("--limit", type=float, default=900, help="seconds for each contender")
     parser.add_argument("--out", type=Path, help="append the rows as JSON lines")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--row", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--turns", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.contender:
         options.row.write_text(json.dumps(measure(options)))
         return
-    rows, hidden = [], ("contender", "row", "contenders", "out", "limit")
+    rows, hidden = [], ("contender", "row", "contenders", "out", "limit", "turns")
     said = {name: value for name, value in vars(options).items() if name not in hidden}
     changes = json.loads(options.sglang) | (WITHOUT_GRAPHS if options.no_graphs else {})
     os.environ["MEZZO_SGLANG_OPTIONS"] = json.dumps(changes)
-    for name in options.contenders.split(","):
-        found = [row | {"options": said} for row in run_contender(name, sys.argv[1:], options.limit)]
+    names = options.contenders.split(",")
+    if options.together:
+        results = iter(run_together(names, sys.argv[1:], options.limit))
+    else:
+        results = (run_contender(name, sys.argv[1:], options.limit) for name in names)
+    for each in results:
+        found = [row | {"options": said} for row in each]
         rows += found
         if options.out:
             with options.out.open("a") as file:

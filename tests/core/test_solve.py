@@ -25,13 +25,15 @@ READOUT = Readout("words", words=tuple(range(CLASSES)))
 class LinearEngine:
     """Softmax regression: scores are x·W, so that the linear model is exact and the best loss is known."""
 
-    def __init__(self, examples: int, seed: int = 0) -> None:
+    def __init__(self, examples: int, seed: int = 0, width: int = WIDTH) -> None:
         rng = np.random.default_rng(seed)
-        self.inputs = rng.normal(size=(examples, WIDTH))
-        truth = rng.normal(size=(WIDTH, CLASSES)) * 2
+        self.inputs = rng.normal(size=(examples, width))
+        truth = rng.normal(size=(width, CLASSES)) * 2
+        self.inputs[:, WIDTH:] *= 0.3
+        truth[WIDTH:] = 0.0
         noise = rng.gumbel(size=(examples, CLASSES))
         self.labels = (self.inputs @ truth + noise).argmax(axis=1)
-        self.weights = np.zeros(WIDTH * CLASSES)
+        self.weights = np.zeros(width * CLASSES)
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
@@ -40,15 +42,15 @@ class LinearEngine:
     def score(self, question: Question) -> np.ndarray:
         rows = self.inputs[[prompt.ids[0] for prompt in question.batch.prompts]]
         points = [self.weights + self._move(probe.terms) for probe in question.probes]
-        return np.stack([rows @ point.reshape(WIDTH, CLASSES) for point in points]).astype(np.float32)
+        return np.stack([rows @ point.reshape(-1, CLASSES) for point in points]).astype(np.float32)
 
     def apply(self, update: Update) -> None:
         self.weights = self.weights - self._move(update.terms)
 
     def _move(self, terms) -> np.ndarray:
         return sum(
-            (scale * dense("rademacher", seed, "w", 0, WIDTH * CLASSES) for seed, scale in terms),
-            np.zeros(WIDTH * CLASSES),
+            (scale * dense("rademacher", seed, "w", 0, len(self.weights)) for seed, scale in terms),
+            np.zeros(len(self.weights)),
         )
 
 
@@ -67,13 +69,73 @@ def stream(engine: LinearEngine, first: int, last: int) -> ExampleStream:
     return ExampleStream(engine.prompts[first:last], READOUT, seed=0)
 
 
-def test_one_step_nearly_solves_a_linear_model():
+def loss_on(engine: LinearEngine, first: int, last: int) -> float:
+    batch = stream(engine, first, last).take(0, last - first)
+    scores = engine.score(Question(batch, (Probe(),)))[0].astype(np.float64)
+    return float(cross_entropies(scores, batch.labels).mean())
+
+
+def test_one_whole_move_nearly_solves_a_linear_model(monkeypatch):
+    monkeypatch.setattr(solve, "DAMPING", 0)
     engine = LinearEngine(3000)
     method = Solve(0, 1e-2, stream(engine, 0, 3000), directions=40, examples=1000)
     first, second = run(engine, method, 2)
     assert first.losses[0] == pytest.approx(math.log(CLASSES))
     assert second.losses[0] < 0.75 * math.log(CLASSES)
     assert second.notes["gain"] < 0.1 * first.notes["gain"]  # almost nothing was left to gain
+
+
+def test_the_first_moves_go_a_part_of_their_way():
+    engine = LinearEngine(3000)
+    method = Solve(0, 1e-2, stream(engine, 0, 3000))
+    for step in range(3):
+        questions = method.step(step)
+        tried = questions.send(engine.score(next(questions)))
+        with pytest.raises(StopIteration) as end:
+            questions.send(engine.score(tried))
+        record = end.value.value
+        part = (1 + step) / (1 + step + solve.DAMPING)
+        assert record.notes["step_length"] == part and not record.update.empty
+        moved = {seed: -coef for seed, coef in record.update.terms}
+        assert any(
+            all(moved[seed] == pytest.approx(part * coef, rel=1e-5) for seed, coef in probe.terms)
+            for probe in tried.probes[1:]
+        )
+        method.observe(record)
+    method.observe(replace(record, update=Update()))
+    assert method._moves == 3  # a refused move is none
+
+
+def test_damped_moves_reach_a_lower_loss_with_less_noise(monkeypatch):
+    """Where most weights have nothing to learn, whole moves leave noise in them that later moves do not take back."""
+    losses, noise = [], []
+    for damping in (0, solve.DAMPING):
+        monkeypatch.setattr(solve, "DAMPING", damping)
+        found = []
+        for seed in range(3):
+            engine = LinearEngine(6000, seed, width=400)
+            engine.weights[: WIDTH * CLASSES] = np.random.default_rng(seed).normal(size=WIDTH * CLASSES)
+            run(engine, Solve(seed, 1e-2, stream(engine, 0, 5000), directions=64, examples=64), 12)
+            found.append((loss_on(engine, 5000, 6000), float(np.linalg.norm(engine.weights[WIDTH * CLASSES :]))))
+        for kept, values in zip((losses, noise), zip(*found, strict=True), strict=True):
+            kept.append(float(np.mean(values)))
+    assert losses[1] < losses[0] and noise[1] < 0.9 * noise[0]
+
+
+def test_the_shortest_move_within_chance_of_the_most_evidence_is_taken():
+    method = Solve(0, 1e-2, ExampleStream((), READOUT, 0))
+    sizes = {"prior": 0.0, "fitted": 64.0, "judged": 36.0}
+    notes = sizes | dict(zip(EVIDENCE, (1.0, 85.0, 95.0, 100.0, 99.0), strict=True))
+    every = range(len(OFFSETS))
+    assert method._choose(every, notes | {EVIDENCE[1]: 91.0}) == 1  # the standard error is √(64 + 36)
+    assert method._choose(every, notes) == 2
+    assert method._choose([0, 4], notes) == 4  # those that are not finite are not asked
+    assert method._choose([], notes) == 0
+    method._variance = 10_000.0
+    assert method._choose(every, notes) == 1
+    method.held_out = ExampleStream((), READOUT, 0)
+    method._variance = 0.0
+    assert method._choose(every, notes | {EVIDENCE[1]: 93.0}) == 2  # √36: what was fitted is no evidence then
 
 
 def test_no_move_is_taken_that_does_not_help_on_unfitted_examples():
@@ -143,7 +205,8 @@ def answer_step(method: Solve, engine: LinearEngine, change) -> StepRecord:
     return end.value.value
 
 
-def test_moves_that_are_not_finite_are_never_chosen():
+def test_moves_that_are_not_finite_are_never_chosen(monkeypatch):
+    monkeypatch.setattr(solve, "DOUBT", 0.0)
     engine = LinearEngine(3000)
     usual = answer_step(Solve(0, 1e-2, stream(engine, 0, 3000)), engine, lambda scores: scores)
     taken = max(range(len(OFFSETS)), key=lambda index: usual.notes[EVIDENCE[index]])
@@ -259,12 +322,10 @@ def test_examples_of_earlier_steps_keep_moves_from_following_the_noise_of_their_
         for seed in range(4):
             engine = LinearEngine(6000, seed)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(solve, "EARLIER", weight)
+                for name, value in (("EARLIER", weight), ("DOUBT", 0.0), ("DAMPING", 0)):  # by itself
+                    patch.setattr(solve, name, value)
                 run(engine, Solve(seed, 1e-2, stream(engine, 0, 5000), directions=24, examples=48), 20)
-            rest = stream(engine, 5000, 6000)
-            batch = rest.take(0, 1000)
-            scores = engine.score(Question(batch, (Probe(),)))[0].astype(np.float64)
-            losses.append(float(cross_entropies(scores, batch.labels).mean()))
+            losses.append(loss_on(engine, 5000, 6000))
         excess.append(float(np.mean(losses)))
     assert excess[1] < excess[0]
 

@@ -36,6 +36,12 @@ LEAST_DIRECTIONS, MOST_DIRECTIONS, RATIO = 64, 256, 0.25
 PRIORS, OFFSETS = range(-9, 4), (-2, -1, 0, 1, 2)
 # The weight of an example that an earlier step has fitted, beside one of the batch: moves since then have undone some of its fit.
 EARLIER = 0.25
+# Of the moves whose evidence is within so many standard errors of the most, the shortest is taken.
+DOUBT = 1.0
+# The k-th move that is taken goes k / (k + DAMPING) of its way. Few directions hold little of what is to be learned: most of a
+# move changes scores at random, and that stays, because later directions hold little of it, too. The same change of the loss by
+# many moves needs less of it.
+DAMPING = 3
 # How little the differences between moves may vary between examples, as a share of what moves gain.
 LEAST_SPREAD = 0.01
 # Held-out examples that judge a step at most; where none are held out, as many training examples judge as are fitted.
@@ -112,8 +118,12 @@ class Solve:
     """The newest first. The loss often still falls along them, which fresh directions would have to find again."""
     _evidence: dict[int, float] = field(init=False, default_factory=dict)
     """For each of PRIORS, the gains of moves with it on examples that were not fitted; empty before the first step."""
+    _variance: float = field(init=False, default=0.0)
+    """Of that evidence."""
+    _moves: int = field(init=False, default=0)
+    """How many were taken."""
     _gains: list[tuple[float, float]] = field(init=False, default_factory=list)
-    """Of each move that was taken, 0 where none was, and its standard error."""
+    """Of each step's whole move, 0 where none was taken, and its standard error."""
     _loss: float = field(init=False, default=0.0)
 
     looks_ahead = False
@@ -150,13 +160,14 @@ class Solve:
             left_out = [model.left_out_gains(move, ridge) for move, ridge in zip(moves, ridges, strict=True)]
             gains = np.concatenate([gains, np.stack(left_out)], axis=1)
         notes |= {"prior": middle} | dict(zip(EVIDENCE, weigh_gains(gains), strict=True))
-        pooled = self._pool(notes)
         usable = [index for index, row in enumerate(gains) if np.isfinite(row).all()]
-        chosen = max(usable or [0], key=lambda index: pooled[middle + OFFSETS[index]])
+        chosen = self._choose(usable, notes)
         gain, error = _mean_and_error(losses[0] - losses[1 + chosen]) if usable else (0.0, 0.0)
         taken = gain > error * (FRESH_MARGIN if self.held_out is None else HELD_OUT_MARGIN)
         still = np.zeros(len(directions))
+        length = (1 + self._moves) / (1 + self._moves + DAMPING)
         notes |= {
+            "step_length": length,
             "change": float(self.eps * model.changes.std()),
             "ridge": ridges[chosen] if taken else math.inf,
             "expected": float((model.losses(still) - model.losses(moves[chosen])).mean()),
@@ -164,7 +175,8 @@ class Solve:
             "gain": gain,
             "gain_error": error,
         }
-        update = Update(tuple((seed, -coef) for seed, coef in terms[chosen])) if taken else Update()
+        damped = combine(directions, length * moves[chosen])
+        update = Update(tuple((seed, -coef) for seed, coef in damped)) if taken else Update()
         loss = float(model.losses(still).mean())
         return StepRecord(step, (loss,), tuple(model.slopes().tolist()), update, 0.0, notes=notes)
 
@@ -194,6 +206,19 @@ class Solve:
             pooled[prior] = (1 - FORGET) * self._evidence.get(prior, 0.0) + new
         return pooled
 
+    def _choose(self, usable: Sequence[int], notes: Mapping[str, float]) -> int:
+        """The shortest of the usable moves whose evidence is within chance of the most. OFFSETS go from the shortest move on."""
+        pooled = self._pool(notes)
+        evidence = {index: pooled[int(notes["prior"]) + OFFSETS[index]] for index in usable}
+        chance = DOUBT * math.sqrt(self._pool_variance(notes))
+        least = max(evidence.values(), default=0.0) - chance
+        return next((index for index in usable if evidence[index] >= least), 0)
+
+    def _pool_variance(self, notes: Mapping[str, float]) -> float:
+        """Of the evidence including that of a step: each example adds 1 in the units of `weigh_gains`."""
+        examples = notes["judged"] + (notes["fitted"] if self.held_out is None else 0)
+        return (1 - FORGET) ** 2 * self._variance + examples
+
     def _judges(self, size: StepSize) -> Batch:
         if self.held_out is None:
             return self.train.take(self._taken + size.fitted, size.judged)
@@ -213,8 +238,9 @@ class Solve:
             self.eps /= 4
             return
         gain, self._loss = notes["gain"], record.losses[0]
-        self._evidence = self._pool(notes)
+        self._evidence, self._variance = self._pool(notes), self._pool_variance(notes)
         if not record.update.empty:
+            self._moves += 1
             self._last_moves = [self._own_part(record), *self._last_moves][:LAST_MOVES]
         self._gains.append((gain if not record.update.empty else 0.0, notes["gain_error"]))
         share = gain / notes["expected"] if notes["expected"] > 0 else 0.0
