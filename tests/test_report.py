@@ -272,9 +272,10 @@ def test_charts_of_solve_are_over_example_forwards(solved):
     assert widths == pytest.approx([2 * each["gain_error"] for each in notes])
     before, after = charts["judged-loss"].series
     assert before.y == [each["before"] for each in notes]
-    moves = [0.0 if record.update.empty else record.notes["gain"] for record in run.records]
-    assert after.y == [loss - move for loss, move in zip(before.y, moves, strict=True)]
-    assert any(moves)
+    assert after.y == [
+        each["before" if record.update.empty else "after"] for each, record in zip(notes, run.records, strict=True)
+    ]
+    assert any(low < high for low, high in zip(after.y, before.y, strict=True))
     fitted, dev = charts["loss"].series
     assert fitted.name == "fitted batch"
     assert fitted.x == [0, *spent[:-1]], "a batch is scored before its step"

@@ -96,6 +96,7 @@ def test_the_first_moves_go_a_part_of_their_way():
         record = end.value.value
         part = (1 + step) / (1 + step + solve.DAMPING)
         assert record.notes["step_length"] == part and not record.update.empty
+        assert 0 < record.notes["before"] - record.notes["after"] < record.notes["gain"]
         moved = {seed: -coef for seed, coef in record.update.terms}
         assert any(
             all(moved[seed] == pytest.approx(part * coef, rel=1e-5) for seed, coef in probe.terms)

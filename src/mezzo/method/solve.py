@@ -172,6 +172,8 @@ class Solve:
             "ridge": ridges[chosen] if taken else math.inf,
             "expected": float((model.losses(still) - model.losses(moves[chosen])).mean()),
             "before": float(losses[0].mean()),
+            # A parabola from θ to the whole move, where it is lowest: only the whole move was scored.
+            "after": float(losses[0].mean()) - length * (2 - length) * gain,
             "gain": gain,
             "gain_error": error,
         }

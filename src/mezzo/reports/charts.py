@@ -26,7 +26,7 @@ FORWARDS = "example-forwards"
 # Of a text, from which on its perplexity is no number to draw.
 LARGEST_LOSS = 100.0
 # The notes of a step of solve that are drawn.
-JUDGED = ("before", "gain", "gain_error", "directions", "fitted", "judged", "eps")
+JUDGED = ("before", "after", "gain", "gain_error", "directions", "fitted", "judged", "eps")
 
 
 def run_charts(run: RunData) -> list[Chart]:
@@ -148,16 +148,16 @@ def _judged(run: RunData) -> Iterator[Chart]:
         return
     x = [_x(run, record.step + 1, _over_forwards(run)) for record in steps]
     before, gain, error = ([record.notes[key] for record in steps] for key in ("before", "gain", "gain_error"))
-    after = [loss - (0.0 if r.update.empty else won) for loss, won, r in zip(before, gain, steps, strict=True)]
+    after = [record.notes["before" if record.update.empty else "after"] for record in steps]
     losses = (
         Series("before the move", x, before, 0, True),
-        Series("after it", x, after, 2, True),
+        Series("about after it", x, after, 2, True),
     )
     yield _over(run, Chart("judged-loss", "loss of the judging examples", losses))
     low, high = ([g + sign * e for g, e in zip(gain, error, strict=True)] for sign in (-1, 1))
     line = Series("gain", x, gain, 2, True, low, high)
     note = f"band: one standard error; {run.moves} of {run.steps - run.skipped_steps} moves were taken"
-    yield _over(run, Chart("gain", "gain of the chosen move", (line,), (Baseline("no gain", 0.0),), note=note))
+    yield _over(run, Chart("gain", "gain of the whole chosen move", (line,), (Baseline("no gain", 0.0),), note=note))
     sizes = (("directions", "directions", 0), ("fitted", "fitted examples", 1), ("judged", "judging examples", 2))
     lines = tuple(Series(name, x, [record.notes[key] for record in steps], colour, True) for key, name, colour in sizes)
     yield _over(run, Chart("step-size", "size of a step", lines, from_zero=True))

@@ -112,11 +112,12 @@ class RunProgress:
 
     @property
     def loss(self) -> str:
-        """Of solve the last step's loss on the judging examples, before and after its move; of spsa a mean of recent steps."""
-        before, gain = (self.last_step.get(name) for name in ("before", "gain"))
-        if before is not None and gain is not None:
+        """Of solve the last step's loss on the judging examples, before its move and about what it is after it; of spsa a mean of
+        recent steps."""
+        before, after = (self.last_step.get(name) for name in ("before", "after"))
+        if before is not None and after is not None:
             moved = "ridge" in self.last_step  # without a move it is infinite, and left out
-            return f"loss {before:.4f} → {before - gain:.4f}" if moved else f"loss {before:.4f}, not moved"
+            return f"loss {before:.4f} → ≈{after:.4f}" if moved else f"loss {before:.4f}, not moved"
         if "reward" in self.last_step:
             return self._reward
         return f"loss {sum(self._losses) / len(self._losses):.4f}" if self._losses else ""
@@ -180,7 +181,7 @@ def replay_progress(events: Iterable[Mapping[str, Any]], since_last: float = 0.0
             now = now if event == "result" else max(now, float(values.get("seconds", now)))
             figures = {
                 name: float(values[name])
-                for name in ("before", "gain", "ridge", "reward", "slope", "slope_error", "failed", "tokens")
+                for name in ("before", "after", "ridge", "reward", "slope", "slope_error", "failed", "tokens")
                 if name in values
             }
             progress(str(event), {**values, **figures})
