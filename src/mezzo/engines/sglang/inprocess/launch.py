@@ -9,10 +9,13 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
+from importlib import metadata
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,13 +38,15 @@ MOST_TEXTS = 1024
 # Options of `sglang.Engine`, as a JSON object, that are used instead of those below.
 USER_OPTIONS = "MEZZO_SGLANG_OPTIONS"
 WITHOUT_GRAPHS = {"disable_cuda_graph": True, "disable_overlap_schedule": True}
+# What SGLang loads into each of its processes, and the group of entry points in which it looks.
+PLUGIN, PLUGIN_GROUP = "mezzo.engines.sglang.inprocess.plugin:register", "sglang.srt.plugins"
 
 
 def start(spec: EngineSpec, shape: AdapterShape | None, **changes: Any) -> tuple[Any, list[Any]]:
     """Start an `sglang.Engine`, with these `changes` of its options; return it and the processes it started."""
     cpu = runs_on_cpu(spec.device)
     arguments = engine_arguments(spec, shape, cpu) | changes | _user_options()
-    with _set_environment(_environment_variables(spec, cpu)), warnings.catch_warnings():
+    with _set_environment(_environment_variables(spec, cpu)), _announce_plugin(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         internals.silence_sigquit_report()
         try:
@@ -51,6 +56,24 @@ def start(spec: EngineSpec, shape: AdapterShape | None, **changes: Any) -> tuple
                 raise
             print(f"trying again without CUDA graphs, which is slower: {error}", file=sys.stderr)
             return _start(arguments | WITHOUT_GRAPHS)
+
+
+@contextlib.contextmanager
+def _announce_plugin() -> Iterator[None]:
+    """Let SGLang's processes find mezzo's plugin also where mezzo is not installed but on PYTHONPATH, as from a checkout."""
+    if any(each.value == PLUGIN for each in metadata.entry_points(group=PLUGIN_GROUP)):
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="mezzo-plugin-") as folder:
+        info = Path(folder) / "mezzo_plugin-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mezzo-plugin\nVersion: 0\n")
+        (info / "entry_points.txt").write_text(f"[{PLUGIN_GROUP}]\nmezzo = {PLUGIN}\n")
+        sys.path.append(folder)  # which the processes it starts are given
+        try:
+            yield
+        finally:
+            sys.path.remove(folder)
 
 
 def _start(arguments: dict[str, Any]) -> tuple[Any, list[Any]]:
