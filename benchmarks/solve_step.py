@@ -22,8 +22,9 @@ from mezzo.bench.timing import time_in_turns
 from mezzo.engines.torch import choose_for_probes
 from mezzo.engines.torch.engine import TorchEngine
 from mezzo.engines.torch.loading import device_of
+from mezzo.method.evidence import OFFSETS
 from mezzo.method.noise import NOISES
-from mezzo.method.solve import OFFSETS, make_model
+from mezzo.method.solve import make_model
 from mezzo.method.space import Space
 from mezzo.types import Probe
 

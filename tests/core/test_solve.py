@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from mezzo.journal.lines import encode_record, parse_record
-from mezzo.method import solve
+from mezzo.method import evidence, solve
 from mezzo.method.batches import ExampleStream
+from mezzo.method.evidence import NOTES, OFFSETS, PRIORS, Evidence, weigh_gains
 from mezzo.method.method import answer_questions
 from mezzo.method.noise import dense
 from mezzo.method.score_model import cross_entropies
-from mezzo.method.solve import EVIDENCE, OFFSETS, Solve, plan_step
+from mezzo.method.solve import Solve, plan_step
 from mezzo.types import Probe, Prompt, Question, Readout, StepRecord, Update
 
 CLASSES, WIDTH = 3, 6
@@ -124,19 +125,25 @@ def test_damped_moves_reach_a_lower_loss_with_less_noise(monkeypatch):
 
 
 def test_the_shortest_move_within_chance_of_the_most_evidence_is_taken():
-    method = Solve(0, 1e-2, ExampleStream((), READOUT, 0))
-    sizes = {"prior": 0.0, "fitted": 64.0, "judged": 36.0}
-    notes = sizes | dict(zip(EVIDENCE, (1.0, 85.0, 95.0, 100.0, 99.0), strict=True))
+    notes = {"prior": 0.0, **dict(zip(NOTES, (1.0, 85.0, 95.0, 100.0, 99.0), strict=True))}
     every = range(len(OFFSETS))
-    assert method._choose(every, notes | {EVIDENCE[1]: 91.0}) == 1  # the standard error is √(64 + 36)
-    assert method._choose(every, notes) == 2
-    assert method._choose([0, 4], notes) == 4  # those that are not finite are not asked
-    assert method._choose([], notes) == 0
-    method._variance = 10_000.0
-    assert method._choose(every, notes) == 1
-    method.held_out = ExampleStream((), READOUT, 0)
-    method._variance = 0.0
-    assert method._choose(every, notes | {EVIDENCE[1]: 93.0}) == 2  # √36: what was fitted is no evidence then
+
+    def choose(usable, examples: float, earlier: float = 0.0, **changes: float) -> int:
+        return Evidence(variance=earlier).add(notes | changes, examples).choose_move(usable, 0)
+
+    assert choose(every, 100) == 2  # the standard error is √100
+    assert choose(every, 100, **{NOTES[1]: 91.0}) == 1
+    assert choose(every, 36, **{NOTES[1]: 91.0}) == 2
+    assert choose(every, 100, earlier=10_000.0) == 1
+    assert choose([0, 4], 100) == 4  # those that are not finite are not asked
+    assert choose([], 100) == 0
+
+
+def test_fits_without_one_example_are_evidence_unless_all_steps_fit_the_same():
+    notes = {"prior": 0.0, "fitted": 64.0, "judged": 36.0, **dict.fromkeys(NOTES, 1.0)}
+    nobody = ExampleStream((), READOUT, 0)
+    assert Solve(0, 1e-2, nobody)._add_evidence(notes).variance == 100.0
+    assert Solve(0, 1e-2, nobody, nobody)._add_evidence(notes).variance == 36.0
 
 
 def test_no_move_is_taken_that_does_not_help_on_unfitted_examples():
@@ -207,10 +214,10 @@ def answer_step(method: Solve, engine: LinearEngine, change) -> StepRecord:
 
 
 def test_moves_that_are_not_finite_are_never_chosen(monkeypatch):
-    monkeypatch.setattr(solve, "DOUBT", 0.0)
+    monkeypatch.setattr(evidence, "DOUBT", 0.0)
     engine = LinearEngine(3000)
     usual = answer_step(Solve(0, 1e-2, stream(engine, 0, 3000)), engine, lambda scores: scores)
-    taken = max(range(len(OFFSETS)), key=lambda index: usual.notes[EVIDENCE[index]])
+    taken = max(range(len(OFFSETS)), key=lambda index: usual.notes[NOTES[index]])
 
     def spoil(scores: np.ndarray) -> np.ndarray:
         scores[1 + taken, 0] = np.nan
@@ -236,15 +243,15 @@ def test_a_step_without_finite_moves_moves_nothing_and_is_no_evidence_of_the_end
 
 def test_moves_that_are_not_finite_count_as_harm():
     gains = np.array([[1.0, 2.0, 3.0], [1.0, 2.5, 2.0], [np.nan, 1.0, 1.0]])
-    first, second, broken = solve.weigh_gains(gains)
+    first, second, broken = weigh_gains(gains)
     assert broken == -3.0 < 0.0 < second < first
-    assert solve.weigh_gains(gains * np.nan) == [-3.0] * 3
+    assert weigh_gains(gains * np.nan) == [-3.0] * 3
 
 
 @pytest.mark.parametrize("gains", [np.array([[0.4, 0.2], [np.nan, 1.0]]), np.full((5, 1), 0.3), np.zeros((2, 4))])
 def test_one_step_cannot_outweigh_all_others(gains):
     """Where nothing tells moves apart, differences between them are no unit."""
-    assert max(map(abs, solve.weigh_gains(gains))) <= gains.shape[1] / solve.LEAST_SPREAD
+    assert max(map(abs, weigh_gains(gains))) <= gains.shape[1] / evidence.LEAST_SPREAD
 
 
 def end_of(gain: float, error: float, held_out: bool) -> str:
@@ -265,12 +272,10 @@ def test_the_end_is_certain_where_training_examples_judge():
 
 
 def test_shorter_moves_than_those_tried_gain_less_and_old_evidence_fades():
-    method = Solve(0, 1e-2, ExampleStream((), READOUT, 0))
-    notes = {"prior": 0.0, **{name: 10.0 + offset for name, offset in zip(EVIDENCE, OFFSETS, strict=True)}}
-    first = method._pool(notes)
-    assert first[-3] == 8.0 / 4 and first[-4] == 8.0 / 16 and first[3] == first[2] == 12.0
-    method._evidence = first
-    assert method._pool(notes | dict.fromkeys(EVIDENCE, 0.0))[0] == (1 - solve.FORGET) * 10.0
+    notes = {"prior": 0.0, **{name: 10.0 + offset for name, offset in zip(NOTES, OFFSETS, strict=True)}}
+    first = Evidence().add(notes, 0)
+    assert first.gains[-3] == 8.0 / 4 and first.gains[-4] == 8.0 / 16 and first.gains[3] == first.gains[2] == 12.0
+    assert first.add(notes | dict.fromkeys(NOTES, 0.0), 0).gains[0] == (1 - evidence.FORGET) * 10.0
 
 
 def test_examples_that_all_steps_have_fitted_are_not_asked_without_themselves(monkeypatch):
@@ -286,7 +291,7 @@ def test_examples_that_all_steps_have_fitted_are_not_asked_without_themselves(mo
             record = answer_questions(questions := method.step(step), next(questions), engine.score)
             method.observe(record)
             counts.append(len(asked))
-        assert counts == [len(solve.PRIORS) + later, later]
+        assert counts == [len(PRIORS) + later, later]
 
 
 def test_a_move_that_clearly_does_harm_is_refused():
@@ -305,7 +310,7 @@ def test_the_ridge_follows_the_evidence_of_all_steps():
     method = Solve(0, 1e-2, stream(engine, 0, 3000))
     records = run(engine, method, 6)
     middle = int(records[-1].notes["prior"])
-    lucky = {name: 5.0 * offset for name, offset in zip(EVIDENCE, OFFSETS, strict=True)}
+    lucky = {name: 5.0 * offset for name, offset in zip(NOTES, OFFSETS, strict=True)}
     method.observe(replace(records[-1], notes={**records[-1].notes, **lucky}))
     questions = method.step(6)
     tried = questions.send(engine.score(next(questions)))
@@ -323,8 +328,9 @@ def test_examples_of_earlier_steps_keep_moves_from_following_the_noise_of_their_
         for seed in range(4):
             engine = LinearEngine(6000, seed)
             with pytest.MonkeyPatch.context() as patch:
-                for name, value in (("EARLIER", weight), ("DOUBT", 0.0), ("DAMPING", 0)):  # by itself
-                    patch.setattr(solve, name, value)
+                patch.setattr(solve, "EARLIER", weight)  # by itself
+                patch.setattr(solve, "DAMPING", 0)
+                patch.setattr(evidence, "DOUBT", 0.0)
                 run(engine, Solve(seed, 1e-2, stream(engine, 0, 5000), directions=24, examples=48), 20)
             losses.append(loss_on(engine, 5000, 6000))
         excess.append(float(np.mean(losses)))
@@ -384,7 +390,7 @@ def test_the_width_of_the_difference_follows_the_change_of_scores():
         "expected": 0.2,
         "change": 0.012,
     }
-    notes |= {"prior": -4, **dict.fromkeys(EVIDENCE, 0.0)}
+    notes |= {"prior": -4, **dict.fromkeys(NOTES, 0.0)}
     record = StepRecord(0, (1.0,), (), Update(), 0.0, notes=notes)
     method.observe(record)
     assert method.eps == 4e-3

@@ -2,8 +2,8 @@
 
 A step scores a batch at θ and along n directions, solves for the coefficients of the move in the linear model of these
 scores (`score_model`), and tries its solutions for several ridges on examples that were not fitted. Which ridge is right is
-decided by what all steps so far have shown, not by one, whose few examples often favour a wrong one. How many directions and
-examples a step takes, how wide its finite differences are and when to end follow from the steps before, too.
+decided by what all steps so far have shown (`evidence`), not by one, whose few examples often favour a wrong one. How many
+directions and examples a step takes, how wide its finite differences are and when to end follow from the steps before, too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mezzo.method.batches import ExampleStream
+from mezzo.method.evidence import NOTES as EVIDENCE_NOTES
+from mezzo.method.evidence import OFFSETS, PRIORS, Evidence, weigh_gains
 from mezzo.method.method import Questions
 from mezzo.method.noise import step_seed
 from mezzo.method.score_model import Floats, ScoreModel, cross_entropies, logits_of
@@ -24,26 +26,17 @@ from mezzo.types import Batch, Probe, Question, Scores, StepRecord, Update
 # what the fitted examples promised: most of the move is then noise, which more examples average out. With a larger share
 # forwards are wasted: twice the examples then give less than twice the gain.
 FIRST_EXAMPLES, GROWTH, LEAST_SHARE = 64, 1.25, 0.25
-# What a step forgets of such an average, and of the evidence about ridges.
+# What a step forgets of such an average.
 FORGET = 0.25
 # Directions at least and at most, and as a share of the wanted examples. More steps along few directions find more of the
 # gradient for the same forwards, as long as few examples tell these apart.
 LEAST_DIRECTIONS, MOST_DIRECTIONS, RATIO = 64, 256, 0.25
-# A ridge of 4^-k / examples, in units of the mean curvature along a direction, suits coefficients whose variance is 4^k in
-# these units, which is a property of model and data and not of the size of a step: one k, the prior, serves all steps, and
-# changes slowly. The first step finds the best of PRIORS that leave room for OFFSETS without a forward pass; a step then tries
-# the solutions for k + OFFSETS with real ones.
-PRIORS, OFFSETS = range(-9, 4), (-2, -1, 0, 1, 2)
 # The weight of an example that an earlier step has fitted, beside one of the batch: moves since then have undone some of its fit.
 EARLIER = 0.25
-# Of the moves whose evidence is within so many standard errors of the most, the shortest is taken.
-DOUBT = 1.0
 # The k-th move that is taken goes k / (k + DAMPING) of its way. Few directions hold little of what is to be learned: most of a
 # move changes scores at random, and that stays, because later directions hold little of it, too. The same change of the loss by
 # many moves needs less of it.
 DAMPING = 3
-# How little the differences between moves may vary between examples, as a share of what moves gain.
-LEAST_SPREAD = 0.01
 # Held-out examples that judge a step at most; where none are held out, as many training examples judge as are fitted.
 MOST_JUDGED = 512
 # The gain that a move must have on judging examples, in standard errors. Fresh ones only refuse what clearly does harm: their
@@ -58,8 +51,6 @@ LAST_MOVES = 4
 LAST_STEPS, LEAST_GAIN = 10, 0.01
 # What a step can have had at most.
 MOST = {"directions": 2**14, "fitted": 2**31, "judged": 2**31, "forwards": 2**62}
-# The notes of a step that keep its evidence.
-EVIDENCE = tuple(f"evidence{offset:+d}" for offset in OFFSETS)
 Terms = tuple[tuple[int, float], ...]
 
 
@@ -116,10 +107,7 @@ class Solve:
     """The average over the last steps of the gain, as a share of what the fitted examples promised."""
     _last_moves: list[Terms] = field(init=False, default_factory=list)
     """The newest first. The loss often still falls along them, which fresh directions would have to find again."""
-    _evidence: dict[int, float] = field(init=False, default_factory=dict)
-    """For each of PRIORS, the gains of moves with it on examples that were not fitted; empty before the first step."""
-    _variance: float = field(init=False, default=0.0)
-    """Of that evidence."""
+    _evidence: Evidence = field(init=False, default_factory=Evidence)
     _moves: int = field(init=False, default=0)
     """How many were taken."""
     _gains: list[tuple[float, float]] = field(init=False, default_factory=list)
@@ -159,9 +147,9 @@ class Solve:
         if self.held_out is None:  # training examples are not fitted yet by the steps before
             left_out = [model.left_out_gains(move, ridge) for move, ridge in zip(moves, ridges, strict=True)]
             gains = np.concatenate([gains, np.stack(left_out)], axis=1)
-        notes |= {"prior": middle} | dict(zip(EVIDENCE, weigh_gains(gains), strict=True))
+        notes |= {"prior": middle} | dict(zip(EVIDENCE_NOTES, weigh_gains(gains), strict=True))
         usable = [index for index, row in enumerate(gains) if np.isfinite(row).all()]
-        chosen = self._choose(usable, notes)
+        chosen = self._add_evidence(notes).choose_move(usable, middle)
         gain, error = _mean_and_error(losses[0] - losses[1 + chosen]) if usable else (0.0, 0.0)
         taken = gain > error * (FRESH_MARGIN if self.held_out is None else HELD_OUT_MARGIN)
         still = np.zeros(len(directions))
@@ -188,38 +176,15 @@ class Solve:
 
     def _likely_prior(self, model: ScoreModel, unit: float) -> int:
         """The k with the most evidence; before the first step, by leaving out one example after the other."""
-        evidence = self._evidence
-        if not evidence:
-            ridges = [unit * 4.0**-prior for prior in PRIORS]
-            fits = zip(PRIORS, model.fit_path(ridges), ridges, strict=True)
-            evidence = {prior: float(model.left_out_gains(move, ridge).sum()) for prior, move, ridge in fits}
-        inner = PRIORS[-OFFSETS[0] : -OFFSETS[-1]]
-        return max(inner, key=lambda prior: evidence[prior])
+        if self._evidence.gains:
+            return self._evidence.likely_prior()
+        ridges = [unit * 4.0**-prior for prior in PRIORS]
+        fits = zip(PRIORS, model.fit_path(ridges), ridges, strict=True)
+        return Evidence({k: float(model.left_out_gains(move, ridge).sum()) for k, move, ridge in fits}).likely_prior()
 
-    def _pool(self, notes: Mapping[str, float]) -> dict[int, float]:
-        """The evidence including that of a step. Moves with a smaller k than those tried are shorter, by the same factor, and so
-        are their gains; of a larger one, no more is known than of the largest tried."""
-        middle = int(notes["prior"])
-        low, high = middle + OFFSETS[0], middle + OFFSETS[-1]
-        found = {middle + offset: notes[name] for offset, name in zip(OFFSETS, EVIDENCE, strict=True)}
-        pooled = {}
-        for prior in PRIORS:
-            new = found[min(max(prior, low), high)] * 4.0 ** min(0, prior - low)
-            pooled[prior] = (1 - FORGET) * self._evidence.get(prior, 0.0) + new
-        return pooled
-
-    def _choose(self, usable: Sequence[int], notes: Mapping[str, float]) -> int:
-        """The shortest of the usable moves whose evidence is within chance of the most. OFFSETS go from the shortest move on."""
-        pooled = self._pool(notes)
-        evidence = {index: pooled[int(notes["prior"]) + OFFSETS[index]] for index in usable}
-        chance = DOUBT * math.sqrt(self._pool_variance(notes))
-        least = max(evidence.values(), default=0.0) - chance
-        return next((index for index in usable if evidence[index] >= least), 0)
-
-    def _pool_variance(self, notes: Mapping[str, float]) -> float:
-        """Of the evidence including that of a step: each example adds 1 in the units of `weigh_gains`."""
-        examples = notes["judged"] + (notes["fitted"] if self.held_out is None else 0)
-        return (1 - FORGET) ** 2 * self._variance + examples
+    def _add_evidence(self, notes: Mapping[str, float]) -> Evidence:
+        """With what the judging examples of a step say and, unless all steps fit the same ones, the fits without one example."""
+        return self._evidence.add(notes, notes["judged"] + (notes["fitted"] if self.held_out is None else 0))
 
     def _judges(self, size: StepSize) -> Batch:
         if self.held_out is None:
@@ -240,7 +205,7 @@ class Solve:
             self.eps /= 4
             return
         gain, self._loss = notes["gain"], record.losses[0]
-        self._evidence, self._variance = self._pool(notes), self._pool_variance(notes)
+        self._evidence = self._add_evidence(notes)
         if not record.update.empty:
             self._moves += 1
             self._last_moves = [self._own_part(record), *self._last_moves][:LAST_MOVES]
@@ -294,20 +259,6 @@ def make_model(
         return None, finite[1:]
     changes = _centred((logits[1:][finite[1:]] - logits[0]) / eps).astype(np.float32)
     return ScoreModel(logits[0], changes, batch.labels, earlier_weight), finite[1:]
-
-
-def weigh_gains(gains: Floats) -> list[float]:
-    """What each move gains over θ, [moves, examples], summed over the examples, in units in which steps can be compared: how much
-    the differences between moves vary between examples. The gains of the first steps are far larger than those of the last. A
-    move without finite losses loses as much as there are examples."""
-    finite = np.array([np.isfinite(row).all() for row in gains])
-    sums = np.full(len(gains), -float(gains.shape[1]))
-    if finite.any():
-        spread = math.sqrt(float((gains[finite] - gains[finite].mean(axis=0)).var(axis=1).mean()))
-        # Moves that are nearly the same, or a single one, must not outweigh the evidence of all other steps.
-        least = LEAST_SPREAD * float(np.abs(gains[finite]).mean())
-        sums[finite] = gains[finite].sum(axis=1) / (max(spread, least) or 1.0)
-    return [float(value) for value in sums]
 
 
 def _mean_and_error(values: Floats) -> tuple[float, float]:
