@@ -49,7 +49,7 @@ def test_finetune_updates_one_table_and_curve(shell, options, monkeypatch):
     assert [each["update"] for each in shown] == [False] + [True] * (len(shown) - 1)
     pages = [each["data"]["text/html"] for each in shown]
     assert len(pages) >= run.steps
-    assert re.search(r"loss</th><td[^>]*>\d\.\d+( → \d\.\d+|, not moved)", pages[-1])
+    assert re.search(r"loss</th><td[^>]*>\d\.\d+( → ≈\d\.\d+|, not moved)", pages[-1])
     assert f"{run.curve[-1]['value']:.1%} (best {max(p['value'] for p in run.curve):.1%})" in pages[-1]
     assert pages[-1].count("<circle") == len(run.curve)
     assert any("time left" in page for page in pages)

@@ -119,7 +119,7 @@ def test_a_terminal_shows_the_loss_before_and_after_a_move(train):
     plain = CODES.sub("", in_a_terminal([*train, *SOLVE]))
     lines = [line for line in re.split(r"[\r\n]+", plain) if "k/9k" in line]
     assert lines, plain[-2000:]
-    assert re.search(r"\dk/9k  dev \d+\.\d%  loss \d\.\d+( → \d\.\d+|, not moved)", lines[-1])
+    assert re.search(r"\dk/9k  dev \d+\.\d%  loss \d\.\d+( → ≈\d\.\d+|, not moved)", lines[-1])
     assert any("left" in line for line in lines)
     assert "zero slopes" not in plain
 
@@ -169,7 +169,7 @@ def test_an_output_that_is_not_unicode_gets_plain_characters(train, tmp_path, mo
     out, err = log_of(monkeypatch, *train, *SOLVE, "--test", str(test), encoding="latin-1")
     assert re.search(r"^dev accuracy\n[\d.]+% \|", out, re.M)
     assert re.search(r"(negative|positive) +-> (negative|positive) +(right|wrong)  .+ -> \?$", out, re.M)
-    assert re.search(r"loss \d\.\d+( -> \d|, no move)", err)
+    assert re.search(r"loss \d\.\d+( -> ~\d|, not moved)", err)
     out, _ = log_of(monkeypatch, "predict", str(tmp_path / "my run"), "--data", str(test), encoding="ascii")
     assert [json.loads(line)["text"] for line in out.splitlines()] == [row["text"] for row in rows], (
         "JSON loses nothing"

@@ -12,6 +12,7 @@ from mezzo.drawing.svg import format_count, format_y
 ASCII = str.maketrans(
     {
         "→": "->",
+        "≈": "~",
         "…": "...",
         "·": ".",
         "•": "*",
