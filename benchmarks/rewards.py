@@ -96,9 +96,7 @@ def open_population(options: argparse.Namespace, engine_name: str) -> tuple[Roun
     engine: Any = open_engine(engine_name, setup.engine_spec)
     if engine_name == "sglang" and not engine.uses_internals:
         engine.close()
-        raise SystemExit(
-            "SGLang's processes do not find mezzo (is it installed, not only on PYTHONPATH?): not measured"
-        )
+        raise SystemExit("mezzo reaches SGLang by its public interface only, as said above: not measured")
 
     def generate(number: int, length: int) -> list[Any]:
         batch = Batch(prompts_of(setup, number, options.prompts), setup.readout)

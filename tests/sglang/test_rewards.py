@@ -67,3 +67,13 @@ def test_benchmark_measures_all_its_contenders(tmp_path):
     assert [name for name, *_ in shown] == list(rows)
     assert all(float(texts) > 0 and float(tokens) > 0 for _, texts, tokens in shown)
     assert done.stdout.startswith("4 of 4 texts begin as the torch engine's")
+
+
+def test_contenders_of_the_benchmark_take_turns(tmp_path):
+    sizes = ["--samples", "1", "--prompts", "2", "--max-new-tokens", "4", "--rounds", "2"]
+    chosen = ["--contenders", "same,torch", "--together", "--out", str(tmp_path / "rows.jsonl")]
+    done = run_script("../benchmarks/rewards.py", "--model", MODEL, "--device", "cpu", *sizes, *chosen)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["contender"] for row in rows] == ["same", "torch"], "in the order asked for"
+    assert all(len(row["rounds"]) == 2 and "peak_mib" not in row for row in rows), done.stderr
